@@ -1,0 +1,286 @@
+"""Encode and decode chunks: predictor, residual model, coder and blob put together, a layer at a time.
+
+Both directions run the same loop: guess a layer, code or decode it, go on. States change only when a whole chunk has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from codec import blob as blobs
+from codec import checksums, errors
+from codec.entropy import decode_tensor, encode_tensor
+from codec.formats import NumberFormat
+from codec.ideal import ideal_bits
+from codec.predictor import Predictor, PredictorState
+from codec.profile import Profile
+from codec.residual import place
+
+Layers = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class ChunkIdentity:
+    """Which chunk this is: target fingerprint and prefix key (32 bytes each), parent digest (16), position of its first token."""
+
+    target: bytes
+    prefix_key: bytes
+    parent_digest: bytes
+    first_token: int
+
+
+@dataclass(frozen=True)
+class ChunkStats:
+    """Sizes of one encoded chunk; ideal code lengths in bits, 0 when they were not asked for."""
+
+    scalars_k: int
+    scalars_v: int
+    bytes_k: int
+    bytes_v: int
+    header_bytes: int
+    ideal_bits_k: float
+    ideal_bits_v: float
+    escapes: int
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """A blob and what it holds. layer_checksums: 16 bytes a tensor, K then V, layer by layer; chain_digest: 16 bytes."""
+
+    blob: bytes
+    layer_checksums: bytes
+    chain_digest: bytes
+    stats: ChunkStats
+
+
+@dataclass(frozen=True)
+class DecodedChunk:
+    """K and V of every layer, [kv_heads, tokens, head_dim] in the cache's dtype, found equal to their checksums."""
+
+    layers: Layers
+    layer_checksums: bytes
+    chain_digest: bytes
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """One chunk to encode: state before it, token ids int64 [T], true layers, identity."""
+
+    state: PredictorState
+    token_ids: Tensor
+    truth: Layers
+    identity: ChunkIdentity
+
+
+@dataclass(frozen=True)
+class DecodeTask:
+    """One chunk to decode: state before it, token ids int64 [T], blob, the identity it must have."""
+
+    state: PredictorState
+    token_ids: Tensor
+    blob: bytes
+    identity: ChunkIdentity
+
+
+def encode(
+    predictor: Predictor, profile: Profile, state: PredictorState, token_ids: Tensor, truth: Layers, identity: ChunkIdentity,
+    *, ideal: bool = False,
+) -> EncodedChunk:  # fmt: skip
+    """Encode one chunk and take its tokens into `state` (left as it was on an error).
+
+    token_ids: int64 [T], T >= 1; truth: (K, V) of every layer, [kv_heads, T, head_dim] in the profile's cache format, any bit
+    patterns; ideal: also compute the ideal code length, for reports. Raises UserError, WrongProfile, WrongPredictor.
+    """
+    return encode_batch(predictor, profile, [EncodeTask(state, token_ids, truth, identity)], ideal=ideal)[0]
+
+
+def decode(
+    predictor: Predictor, profile: Profile, state: PredictorState, token_ids: Tensor, blob: bytes, identity: ChunkIdentity
+) -> DecodedChunk:
+    """Decode one chunk and take its tokens into `state` (left as it was on an error).
+
+    Raises a subclass of BlobError when the blob is damaged or is not the one that `identity`, predictor and profile ask for, and
+    LayerMismatch, naming the layer, when what was decoded differs from what was stored. Nothing unchecked is returned.
+    """
+    return decode_batch(predictor, profile, [DecodeTask(state, token_ids, blob, identity)])[0]
+
+
+def encode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[EncodeTask], *, ideal: bool = False) -> list[EncodedChunk]:
+    """Encode chunks of several prompts together; each gives the bytes it gives alone."""
+    _check_pair(predictor, profile)
+    fmt, c = profile.format, predictor.config
+    for t in tasks:
+        _check_truth(t, fmt, predictor)
+    sums = [checksums.layer_checksums(t.truth, fmt) for t in tasks]
+    books = [_Book() for _ in tasks]
+    run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
+    for layer in range(c.layers):
+        guesses = run.guess(layer)
+        for task, book, guess in zip(tasks, books, guesses, strict=True):
+            book.add(_encode_layer(profile, layer, task.truth[layer], guess, ideal))
+        if layer < c.layers - 1:
+            run.advance(layer, guesses)
+    run.commit()
+    return [_finish(predictor, profile, *parts) for parts in zip(tasks, books, sums, strict=True)]
+
+
+def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeTask]) -> list[DecodedChunk]:
+    """Decode chunks of several prompts together, layer by layer."""
+    _check_pair(predictor, profile)
+    headers = [_check_blob(predictor, profile, t) for t in tasks]
+    streams = [blobs.streams(t.blob, h) for t, h in zip(tasks, headers, strict=True)]
+    out: list[Layers] = [[] for _ in tasks]
+    run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
+    for layer in range(predictor.config.layers):
+        guesses = run.guess(layer)
+        for header, stream, guess, layers in zip(headers, streams, guesses, out, strict=True):
+            layers.append(_decode_layer(profile, layer, stream[layer], guess, header))
+        if layer < predictor.config.layers - 1:
+            run.advance(layer, guesses)
+    run.commit()
+    sums = [h.layer_checksums for h in headers]
+    return [
+        DecodedChunk(layers, s, checksums.chain(t.identity.parent_digest, s)) for layers, s, t in zip(out, sums, tasks, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------- one layer
+@dataclass
+class _CodedLayer:
+    streams: tuple[bytes, bytes]
+    ideal: tuple[float, float]
+    escapes: int
+
+
+def _encode_layer(profile: Profile, layer: int, truth: tuple[Tensor, Tensor], guess: tuple[Tensor, Tensor], ideal: bool) -> _CodedLayer:
+    fmt, parts, floors, escapes = profile.format, [], [], 0
+    for tensor in range(2):
+        scales = profile.scales(layer, tensor)
+        patterns = fmt.patterns(truth[tensor])
+        stream, escaped = encode_tensor(patterns.reshape(-1), place(guess[tensor], scales, fmt), profile.model, fmt)
+        parts.append(stream)
+        floors.append(ideal_bits(patterns, guess[tensor], scales.sigma(), fmt) if ideal else 0.0)
+        escapes += escaped
+    return _CodedLayer((parts[0], parts[1]), (floors[0], floors[1]), escapes)
+
+
+def _decode_layer(
+    profile: Profile, layer: int, streams: tuple[bytes, bytes], guess: tuple[Tensor, Tensor], header: blobs.BlobHeader
+) -> tuple[Tensor, Tensor]:
+    fmt, row = profile.format, header.layers[layer]
+    out = []
+    for tensor, (name, want) in enumerate((("K", row.key_checksum), ("V", row.value_checksum))):
+        patterns = decode_tensor(streams[tensor], place(guess[tensor], profile.scales(layer, tensor), fmt), profile.model, fmt)
+        values = fmt.tensor(patterns).view(tuple(guess[tensor].shape))
+        if checksums.tensor_checksum(values, fmt) != want:
+            raise errors.LayerMismatch(
+                f"Blob {header.prefix_key.hex()}: layer {layer} {name} decodes to other bits than were stored; the predictor "
+                "computed other guesses here than when it was encoded, or the blob was forged."
+            )
+        out.append(values)
+    return out[0], out[1]
+
+
+class _Book:
+    """What accumulates over the layers of one chunk."""
+
+    def __init__(self) -> None:
+        self.streams: list[tuple[bytes, bytes]] = []
+        self.ideal = [0.0, 0.0]
+        self.escapes = 0
+
+    def add(self, coded: _CodedLayer) -> None:
+        self.streams.append(coded.streams)
+        self.ideal = [self.ideal[0] + coded.ideal[0], self.ideal[1] + coded.ideal[1]]
+        self.escapes += coded.escapes
+
+
+def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Book, sums: bytes) -> EncodedChunk:
+    c, i = predictor.config, task.identity
+    rows = tuple(
+        blobs.LayerHeader(c.kv_heads, c.head_dim, c.head_dim, len(k), len(v), sums[32 * n : 32 * n + 16], sums[32 * n + 16 : 32 * n + 32])
+        for n, (k, v) in enumerate(book.streams)
+    )
+    header = blobs.BlobHeader(
+        i.target, predictor.fingerprint, profile.id, i.prefix_key, i.parent_digest, i.first_token, len(task.token_ids), profile.format, rows
+    )
+    data = blobs.pack(header, book.streams)
+    bytes_k, bytes_v = sum(len(k) for k, _ in book.streams), sum(len(v) for _, v in book.streams)
+    scalars = sum(k.numel() for k, _ in task.truth)
+    stats = ChunkStats(
+        scalars, sum(v.numel() for _, v in task.truth), bytes_k, bytes_v, len(data) - bytes_k - bytes_v, book.ideal[0], book.ideal[1],
+        book.escapes,
+    )  # fmt: skip
+    return EncodedChunk(data, sums, checksums.chain(i.parent_digest, sums), stats)
+
+
+# ---------------------------------------------------------------- checks
+def _check_pair(predictor: Predictor, profile: Profile) -> None:
+    if predictor.fingerprint != profile.predictor:
+        raise errors.WrongPredictor(
+            f"The profile was calibrated with predictor {profile.predictor.hex()[:16]}, not with {predictor.fingerprint.hex()[:16]}."
+        )
+
+
+def _check_truth(task: EncodeTask, fmt: NumberFormat, predictor: Predictor) -> None:
+    c, tokens = predictor.config, len(task.token_ids)
+    shape = (c.kv_heads, tokens, c.head_dim)
+    if tokens < 1 or len(task.truth) != c.layers:
+        raise errors.UserError(f"A chunk needs at least one token and {c.layers} layers; given were {tokens} and {len(task.truth)}.")
+    if task.identity.first_token != task.state.length:
+        raise errors.UserError(f"The chunk begins at token {task.identity.first_token}, but the predictor has seen {task.state.length}.")
+    for n, pair in enumerate(task.truth):
+        for name, tensor in zip("KV", pair, strict=True):
+            if tuple(tensor.shape) != shape or tensor.dtype != fmt.dtype:
+                raise errors.UserError(
+                    f"Layer {n} {name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; expected are {shape} and {fmt.dtype}."
+                )
+
+
+def _check_blob(predictor: Predictor, profile: Profile, task: DecodeTask) -> blobs.BlobHeader:
+    """The blob's header, if it is meant for all that it would be decoded with."""
+    header, want = blobs.read_header(task.blob), task.identity
+    key = want.prefix_key.hex()
+    for what, got, expected, error in (
+        ("target", header.target, want.target, errors.WrongTarget),
+        ("predictor", header.predictor, predictor.fingerprint, errors.WrongPredictor),
+        ("profile", header.profile, profile.id, errors.WrongProfile),
+        ("prefix key", header.prefix_key, want.prefix_key, errors.WrongKey),
+        ("parent digest", header.parent_digest, want.parent_digest, errors.WrongParent),
+    ):
+        if got != expected:
+            raise error(f"Blob {key}: its {what} is {got.hex()[:16]} where {expected.hex()[:16]} is needed; it must not be decoded here.")
+    c = predictor.config
+    shape = (c.layers, len(task.token_ids), task.state.length, want.first_token, profile.format)
+    if (len(header.layers), header.tokens, header.first_token, header.first_token, header.format) != shape or any(
+        (r.kv_heads, r.key_dim, r.value_dim) != (c.kv_heads, c.head_dim, c.head_dim) for r in header.layers
+    ):
+        raise errors.MalformedHeader(
+            f"Blob {key}: it holds {len(header.layers)} layers of {header.tokens} tokens from token {header.first_token} on, "
+            f"where {c.layers} layers of {len(task.token_ids)} tokens from {task.state.length} on are asked for."
+        )
+    return header
+
+
+def guess_digest(predictor: Predictor, token_ids: Tensor, chunk_tokens: int) -> bytes:
+    """xxh3-128 over the guesses of all layers for a prompt, taken in chunks: what must be equal on every machine."""
+    import xxhash
+
+    digests = [xxhash.xxh3_128() for _ in range(predictor.config.layers * 2)]
+    state = predictor.new_state()
+    for begin in range(0, len(token_ids), chunk_tokens):
+        run = predictor.run([state], [token_ids[begin : begin + chunk_tokens]])
+        for layer in range(predictor.config.layers):
+            kv = run.guess(layer)
+            for tensor in range(2):  # token-major, so that the digest does not depend on the chunks
+                rows = kv[0][tensor].transpose(0, 1).contiguous().cpu().view(torch.int32).numpy()
+                digests[2 * layer + tensor].update(np.ascontiguousarray(rows, dtype="<i4").tobytes())
+            if layer < predictor.config.layers - 1:
+                run.advance(layer, kv)
+        run.commit()
+    return checksums.digest(b"".join(d.digest() for d in digests))

@@ -1,0 +1,157 @@
+"""Arithmetic that gives the same bits on every machine (DESIGN 5).
+
+Two kinds of operation, and no other, stand between a prompt and the integers a coder sees:
+
+* `product`, the only reduction over values: operands are integers (or dyadic fractions on one grid) held in float64, and
+  every partial sum stays below 2**53, so that any order of addition gives the same result;
+* elementwise operations, each one correctly rounded IEEE operation: add, sub, mul, div by a tensor, sqrt, floor, round,
+  compare, where, and casts.
+
+Functions that a library would compute by an approximation of its own (exp, sin, cos) are polynomials here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from codec.errors import InexactBackend
+
+MANTISSA = 53  # integers of up to 53 bits are exact in float64
+E4M3_MAX = 448.0
+E4M3_UNITS = 18  # |e4m3 value| < 2**18 in units of 2**-9
+ROW_MAX = 32639  # 127*256 + 127: what two signed 8-bit limbs can hold
+PROBABILITY_BITS = 21  # attention weights, as integers
+_INV_448 = 1.0 / 448.0
+_LOG2E = 1.4426950408889634
+# Minimax polynomial of 2**f on [0, 1) with p(0) = 1, degree 5 (our own fit by Lawson's iteration, relative error 8.3e-8).
+_EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
+# pi/2 in two parts; the first has 33 bits, so that n * _PIO2_HI is exact for n < 2**20 (Cody and Waite).
+_PIO2_HI = 1.5707963267341256
+_PIO2_LO = 6.077100506506192e-11
+_TWO_OVER_PI = 0.6366197723675814
+_SIN = tuple((-1.0) ** i / math.factorial(2 * i + 1) for i in range(8))
+_COS = tuple((-1.0) ** i / math.factorial(2 * i) for i in range(9))
+
+
+def bound(name: str, *bits: float) -> None:
+    """Assert that a reduction is exact: `bits` are the base-2 logarithms of its operands' bounds and of its length.
+
+    Raises InexactBackend with the name of the reduction otherwise.
+    """
+    if sum(bits) > MANTISSA:
+        raise InexactBackend(f"The sum '{name}' may need {sum(bits):.1f} bits, more than the {MANTISSA} that float64 holds exactly.")
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Exact matrix product over the last axis of `a` and the next-to-last of `b`: float64 in, float64 out.
+
+    The caller has shown with `bound` that no partial sum exceeds 2**53 grid units.
+    """
+    return torch.matmul(a, b)
+
+
+def row_sum(q: Tensor) -> Tensor:
+    """Sum of integer-valued float64 over the last axis, kept as an axis of one."""
+    return q.sum(-1, keepdim=True)
+
+
+def pow2(exponent: Tensor) -> Tensor:
+    """2**exponent as float32 for an int32 exponent in -126..127, by writing the exponent field."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def row_integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (last axis) as 15-bit integers of a power-of-two scale of their own.
+
+    x: finite float32 [..., d]. Returns (q, scale): float32 integers |q| <= ROW_MAX, and float32 [..., 1] with x ~ q * scale.
+    """
+    _, e = torch.frexp(x.abs().amax(-1, keepdim=True))
+    e = e.to(torch.int32).clamp(-60, 100)
+    q = torch.round(x * pow2(15 - e)).clamp(-ROW_MAX, ROW_MAX)
+    return q, pow2(e - 15)
+
+
+def quantise_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 activations, one scale a row: x float32 [..., d] -> (values on the e4m3 grid as float64, scale float32 [..., 1])."""
+    scale = (x.abs().amax(-1, keepdim=True) * _INV_448).clamp_min(2.0**-100)
+    q = (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return q.to(torch.float32).to(torch.float64), scale
+
+
+def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    y = torch.full_like(x, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        y.mul_(x).add_(c)
+    return y
+
+
+def exp2_fraction(t: Tensor) -> tuple[Tensor, Tensor]:
+    """2**t for float32 t in [-126, 0] as (p, n): p in [1, 2) is the polynomial of the fraction, n = floor(t) as int32."""
+    n = torch.floor(t)
+    return _horner(t - n, _EXP2), n.to(torch.int32)
+
+
+def exp_negative(x: Tensor) -> Tensor:
+    """exp(x) for float32 x <= 0, to about 3e-7 relative; 2**-126 for anything smaller."""
+    p, n = exp2_fraction((x * _LOG2E).clamp_min(-126.0))
+    return p * pow2(n)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), elementwise in float32, without overflow."""
+    e = exp_negative(-x.abs())
+    return x * torch.where(x < 0, e, torch.ones_like(e)) / (e + 1.0)
+
+
+def weights_from_scores(t: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax numerators as integers: t float32 [..., keys] in base-2 logarithms -> (weights float64, their sum [..., 1]).
+
+    The largest weight of a row is 2**PROBABILITY_BITS; keys that `allowed` (bool) excludes get 0. At least one is allowed.
+    """
+    if allowed is not None:
+        t = torch.where(allowed, t, torch.full_like(t, -1e30))
+    t = (t - t.amax(-1, keepdim=True)).clamp_min_(-100.0)
+    p, n = exp2_fraction(t)
+    q = torch.round(p.mul_(pow2(n + PROBABILITY_BITS)))
+    w = q.to(torch.float64)
+    return w, row_sum(w)
+
+
+def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of float64 angles in 0 .. 1.6e6, to about 1e-13, elementwise in float64."""
+    n = torch.floor(angle * _TWO_OVER_PI + 0.5)
+    r = (angle - n * _PIO2_HI) - n * _PIO2_LO
+    z = r * r
+    c, s = _horner(z, _COS), _horner(z, _SIN) * r
+    quadrant = n.to(torch.int64) & 3
+    odd = (quadrant & 1) == 1
+    cos = torch.where(odd, s, c)
+    sin = torch.where(odd, c, s)
+    cos = torch.where((quadrant == 1) | (quadrant == 2), -cos, cos)
+    return cos, torch.where(quadrant >= 2, -sin, sin)
+
+
+def prove_backend(device: torch.device | str = "cpu") -> None:
+    """Run at start-up: extreme operands against exact integers, and the rounding casts against their definition.
+
+    Raises InexactBackend when this device's arithmetic is not the one the codec relies on.
+    """
+    k = 4096
+    a = torch.full((3, k), 229376.0, dtype=torch.float64, device=device)  # 448 in units of 2**-9
+    a[1, ::2] = -229376.0
+    a[2] = torch.arange(k, device=device).to(torch.float64) * 56.0 - 114688.0
+    exact = [[sum(int(x) * int(y) for x, y in zip(r, s, strict=True)) for s in a.tolist()] for r in a.tolist()]
+    if product(a, a.T.contiguous()).tolist() != [[float(v) for v in row] for row in exact]:
+        raise InexactBackend(f"A float64 product of integers on {device} differs from integer arithmetic; this backend must not code.")
+    grid = torch.arange(0, 127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float32)
+    middle = (grid[1:] + grid[:-1]) * 0.5
+    even = (torch.arange(1, 127, device=device) & 1) == 0
+    rounded = torch.where(even, grid[1:], grid[:-1])
+    if not torch.equal(middle.to(torch.float8_e4m3fn).to(torch.float32), rounded):
+        raise InexactBackend(f"The cast to FP8 e4m3 on {device} does not round half to even; this backend must not code.")
+    probe = torch.tensor([1.00390625, 1.01171875, -1.00390625, 65535.0], device=device).to(torch.bfloat16)
+    if probe.view(torch.int16).tolist() != [0x3F80, 0x3F82, 0x3F80 - 0x8000, 0x4780]:
+        raise InexactBackend(f"The cast to bf16 on {device} does not round half to even; this backend must not code.")

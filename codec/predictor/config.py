@@ -1,0 +1,88 @@
+"""What a decoder's shape is, read from a Hugging Face config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from codec.errors import PredictorError, UnsupportedArchitecture
+
+SUPPORTED = ("llama",)
+LIMITS = {"layers": 1024, "hidden": 1 << 17, "heads": 1024, "kv_heads": 1024, "head_dim": 1024, "intermediate": 1 << 18, "vocab": 1 << 22}
+
+
+@dataclass(frozen=True)
+class PredictorConfig:
+    """Shapes and constants of one decoder; everything that affects bits and is not a tensor."""
+
+    kind: str  # the rung: how weights and activations are quantised
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    norm_eps: float
+    context_length: int
+    rope_type: str
+    rope_dim: int
+    rope_scaling: float  # factor on cos and sin
+    rope_bf16: bool  # the target rounds cos and sin to bf16
+
+    def to_json(self) -> str:
+        """Canonical text, part of the predictor's fingerprint."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PredictorConfig:
+        """Parse and check; raises PredictorError."""
+        try:
+            config = cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise PredictorError(f"The predictor's configuration cannot be read ({error}); the file is corrupt or of another version.") from None
+        for name, limit in LIMITS.items():
+            value = getattr(config, name)
+            if not isinstance(value, int) or not 1 <= value <= limit:
+                raise PredictorError(f"The predictor's configuration says {name} = {value!r}; allowed is 1 to {limit}.")
+        if config.heads % config.kv_heads or config.rope_dim % 2 or config.rope_dim > config.head_dim:
+            raise PredictorError("The predictor's configuration contradicts itself (heads, kv_heads, rope_dim).")
+        return config
+
+    @property
+    def rope_regime(self) -> str:
+        """Names a RoPE scaling that depends on total length, for the chunk keys; empty where K depends on the prefix alone."""
+        return self.rope_type if self.rope_type in ("dynamic", "longrope") else ""
+
+
+def from_hf(config: Mapping[str, Any], kind: str, rope: tuple[str, int, float], bf16: bool) -> PredictorConfig:
+    """Map a Hugging Face config (as a dict) of a supported family; `rope` is (type, rotated dims, scaling).
+
+    Raises UnsupportedArchitecture, naming those that are supported.
+    """
+    family = check_family(config)
+    heads = int(config["num_attention_heads"])
+    return PredictorConfig(
+        kind=kind, family=family, layers=int(config["num_hidden_layers"]), hidden=int(config["hidden_size"]), heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads), head_dim=head_dim(config),
+        intermediate=int(config["intermediate_size"]), vocab=int(config["vocab_size"]), norm_eps=float(config["rms_norm_eps"]),
+        context_length=int(config["max_position_embeddings"]), rope_type=rope[0], rope_dim=rope[1], rope_scaling=rope[2], rope_bf16=bf16,
+    )  # fmt: skip
+
+
+def check_family(config: Mapping[str, Any]) -> str:
+    """The model family, or UnsupportedArchitecture naming what is supported."""
+    family = str(config.get("model_type"))
+    if family not in SUPPORTED:
+        raise UnsupportedArchitecture(f"No predictor is written for model type '{family}'; supported are: {', '.join(SUPPORTED)}.")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedArchitecture(f"Activation '{config['hidden_act']}' is not supported in a {family} model; supported is: silu.")
+    return family
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Dimensions of one attention head."""
+    return int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))

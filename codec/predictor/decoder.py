@@ -1,0 +1,290 @@
+"""The decoder forward pass in exact arithmetic: what every process that encodes or decodes computes alike (DESIGN 5).
+
+Shapes: R rows are the new tokens of all sequences of a batch, one after another; heads H, key-value heads J, head dims D,
+T new tokens of a sequence, S tokens it has seen including these. No row's result depends on another sequence, on how
+many rows are computed at once, or on how a prompt is cut into chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from codec import exact
+from codec.errors import PredictorError, UserError
+from codec.predictor.config import PredictorConfig
+from codec.predictor.rope import cos_sin, rotate
+
+_SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
+_HIDDEN_LIMIT = 1e30
+
+
+@dataclass
+class Linear:
+    """An FP8 linear layer: weight on the e4m3 grid, kept as bf16 (exact) [out, in]; scale float32 [out]; bias float32 [out] or None."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __call__(self, q: Tensor, scale: Tensor) -> Tensor:
+        """q float64 [R, in] on the e4m3 grid, scale float32 [R, 1] -> float32 [R, out]."""
+        total = exact.product(q, self.weight.to(torch.float32).to(torch.float64).T)
+        y = (total * scale.to(torch.float64) * self.scale.to(torch.float64)).to(torch.float32)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass
+class Layer:
+    """One decoder layer's tensors."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    norm1: Tensor
+    norm2: Tensor
+    value_step: Tensor  # float32 [J, 1, 1], powers of two
+
+
+@dataclass
+class Seen:
+    """K and V that attention in one layer sees, as integers: keys, values int16 [J, S, D]; key_scale float32 [J, S, 1]."""
+
+    keys: Tensor
+    key_scale: Tensor
+    values: Tensor
+
+    def first(self, n: int) -> Seen:
+        """The first n tokens."""
+        return Seen(self.keys[:, :n], self.key_scale[:, :n], self.values[:, :n])
+
+    def then(self, other: Seen) -> Seen:
+        """These tokens followed by others."""
+        pairs = ((self.keys, other.keys), (self.key_scale, other.key_scale), (self.values, other.values))
+        return Seen(*(torch.cat(p, 1) for p in pairs))
+
+
+class PredictorState:
+    """What the predictor remembers of one prefix. The last layer needs no memory: nothing attends to it."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.layers: list[Seen] = []
+
+    def truncate(self, n: int) -> None:
+        """Forget all but the first n tokens."""
+        if not 0 <= n <= self.length:
+            raise ValueError(f"A state of {self.length} tokens cannot be cut to {n}.")
+        self.layers = [seen.first(n) for seen in self.layers]
+        self.length = n
+
+
+class Predictor:
+    """A predictor's weights on one device."""
+
+    def __init__(self, config: PredictorConfig, tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self._stored = tensors
+        self._fingerprint: bytes | None = None
+        self._check()
+        self.embed = tensors["embed"].to(self.device)
+        self._inverse = tensors["rope.inverse"].to(self.device)
+        self._starts: list[int] = tensors["rope.starts"].tolist()
+        self.layers = [self._layer(i) for i in range(config.layers)]
+
+    # ------------------------------------------------------------ bytes
+    def to_bytes(self) -> bytes:
+        """The predictor as stored: safetensors; the same tensors always give the same bytes."""
+        data: bytes = safetensors.torch.save(self._stored, {"predictor": self.config.to_json()})
+        return data
+
+    @property
+    def fingerprint(self) -> bytes:
+        """BLAKE2b-256 of the stored bytes."""
+        if self._fingerprint is None:
+            self._fingerprint = hashlib.blake2b(self.to_bytes(), digest_size=32).digest()
+        return self._fingerprint
+
+    @classmethod
+    def from_bytes(cls, data: bytes, device: torch.device | str = "cpu") -> Predictor:
+        """Parse a stored predictor. Raises PredictorError when it is malformed."""
+        try:
+            header = safetensors.deserialize(data)  # checks lengths and offsets before it touches a tensor
+            del header
+            length = int.from_bytes(data[:8], "little")
+            import json
+
+            metadata = json.loads(data[8 : 8 + length])["__metadata__"]["predictor"]
+            tensors = safetensors.torch.load(data)
+        except (safetensors.SafetensorError, KeyError, ValueError) as error:
+            raise PredictorError(f"The stored predictor cannot be read ({error}); it is corrupt, restore it or recompute the store.") from None
+        predictor = cls(PredictorConfig.from_json(metadata), tensors, device)
+        predictor._fingerprint = hashlib.blake2b(data, digest_size=32).digest()
+        return predictor
+
+    # ------------------------------------------------------------ use
+    @property
+    def context_length(self) -> int:
+        """Tokens a prompt may have."""
+        return self.config.context_length
+
+    def new_state(self) -> PredictorState:
+        """The state before the first token."""
+        return PredictorState()
+
+    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> Run:
+        """Begin a forward pass over new tokens (1-D int64 each) of several sequences."""
+        return Run(self, states, token_ids)
+
+    def advance(self, state: PredictorState, token_ids: Tensor) -> None:
+        """Take tokens in without coding anything."""
+        run = self.run([state], [token_ids])
+        for layer in range(self.config.layers - 1):
+            run.advance(layer, run.guess(layer))
+        run.commit()
+
+    # ------------------------------------------------------------ set-up
+    def _check(self) -> None:
+        """Shapes, and that every reduction is exact; raises PredictorError or InexactBackend."""
+        c = self.config
+        widths = {"q": (c.heads * c.head_dim, c.hidden), "k": (c.kv_heads * c.head_dim, c.hidden), "v": (c.kv_heads * c.head_dim, c.hidden),
+                  "o": (c.hidden, c.heads * c.head_dim), "gate": (c.intermediate, c.hidden), "up": (c.intermediate, c.hidden),
+                  "down": (c.hidden, c.intermediate)}  # fmt: skip
+        expected: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "value_exponents": (c.layers, c.kv_heads)}
+        for i in range(c.layers):
+            expected |= {f"layers.{i}.{n}.weight": s for n, s in widths.items()} | {f"layers.{i}.{n}.scale": s[:1] for n, s in widths.items()}
+            expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
+            expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
+        for name, shape in expected.items():
+            got = self._stored.get(name)
+            if got is None or tuple(got.shape) != shape:
+                raise PredictorError(f"The predictor's tensor '{name}' should have shape {shape} and has {None if got is None else tuple(got.shape)}.")
+        exact.bound("FP8 products", 2 * exact.E4M3_UNITS - 0.38, math.log2(max(c.hidden, c.intermediate, c.heads * c.head_dim)))
+        exact.bound("attention scores", 30, math.log2(c.head_dim))
+        exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
+        exact.bound("squares of a row", 30, math.log2(c.hidden))
+
+    def _layer(self, i: int) -> Layer:
+        t, name = self._stored, f"layers.{i}."
+
+        def linear(n: str) -> Linear:
+            bias = t.get(f"{name}{n}.bias")
+            weight = t[f"{name}{n}.weight"].to(torch.float32).to(torch.bfloat16)  # e4m3 values are bf16 values
+            return Linear(weight.to(self.device), t[f"{name}{n}.scale"].to(self.device), None if bias is None else bias.to(self.device))
+
+        step = exact.pow2(t["value_exponents"][i].to(torch.int32))[:, None, None].to(self.device)
+        parts = [linear(n) for n in ("q", "k", "v", "o", "gate", "up", "down")]
+        return Layer(*parts, t[name + "norm1"].to(self.device), t[name + "norm2"].to(self.device), step)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of int64 positions [R]: float32 [R, rope_dim / 2] each."""
+        return cos_sin(self._inverse, self._starts, positions, self.config.rope_scaling, self.config.rope_bf16)
+
+
+class Run:
+    """One forward pass over the new tokens of a batch, a layer at a time: guess(0), advance(0, kv), guess(1), …, commit().
+
+    `advance` is told which K and V attention is to use: the guesses themselves (open loop) or what was decoded (closed loop).
+    States change only in `commit`, so a pass that fails leaves them as they were.
+    """
+
+    def __init__(self, predictor: Predictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> None:
+        self.p, self.c = predictor, predictor.config
+        self.states, self.lengths = list(states), [len(t) for t in token_ids]
+        for state, n in zip(states, self.lengths, strict=True):
+            if state.length + n > self.c.context_length:
+                raise UserError(f"A prompt of {state.length + n} tokens is over the model's context length of {self.c.context_length}.")
+        ids = torch.cat([t.to(predictor.device, torch.int64) for t in token_ids])
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.c.vocab):
+            raise UserError(f"Token ids must be 0 to {self.c.vocab - 1}; found {int(ids.min())} to {int(ids.max())}.")
+        places = [torch.arange(s.length, s.length + n, device=predictor.device) for s, n in zip(states, self.lengths, strict=True)]
+        self.cos, self.sin = predictor.rope(torch.cat(places))
+        self.h = predictor.embed[ids].to(torch.float32)  # [R, hidden]
+        self.seen: list[list[Seen]] = []  # a layer: a sequence
+        self.x: tuple[Tensor, Tensor] | None = None  # the layer's normalised, quantised input
+
+    def guess(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Guessed K and V of a layer, float32 [J, T, D] each, for every sequence."""
+        w = self.p.layers[layer]
+        self.x = exact.quantise_e4m3(self._norm(self.h, w.norm1))
+        k = rotate(self._heads(w.k(*self.x), self.c.kv_heads), self.cos, self.sin)
+        v = self._heads(w.v(*self.x), self.c.kv_heads)
+        return list(zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True))
+
+    def advance(self, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Go on to the next layer, with attention over these K and V (finite float32 [J, T, D]) and all earlier ones."""
+        w = self.p.layers[layer]
+        assert self.x is not None, "guess(layer) comes before advance(layer)"
+        q = rotate(self._heads(w.q(*self.x), self.c.heads), self.cos, self.sin)  # [H, R, D]
+        new = [self._integers(k, v, w) for k, v in kv]
+        seen = [s.layers[layer].then(n) if s.length else n for s, n in zip(self.states, new, strict=True)]
+        self.seen.append(seen)
+        out = [self._attend(part, s, w) for part, s in zip(q.split(self.lengths, 1), seen, strict=True)]
+        h = self.h + w.o(*exact.quantise_e4m3(torch.cat(out)))
+        x = exact.quantise_e4m3(self._norm(h, w.norm2))
+        y = exact.silu(w.gate(*x)) * w.up(*x)
+        self.h = (h + w.down(*exact.quantise_e4m3(y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
+        self.x = None
+
+    def commit(self) -> None:
+        """Make the new tokens part of the states; every layer but the last must have been advanced."""
+        if len(self.seen) < self.c.layers - 1:
+            raise ValueError(f"Only {len(self.seen)} of {self.c.layers - 1} layers were advanced.")
+        for i, (state, n) in enumerate(zip(self.states, self.lengths, strict=True)):
+            state.layers = [seen[i] for seen in self.seen[: self.c.layers - 1]]
+            state.length += n
+
+    # ------------------------------------------------------------ parts
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        """[R, heads * D] -> [heads, R, D]"""
+        return x.view(len(x), heads, self.c.head_dim).transpose(0, 1)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm of rows: squares summed as integers of the row's own scale."""
+        q, scale = exact.row_integers(x)
+        wide, step = q.to(torch.float64), scale.to(torch.float64)
+        mean = exact.row_sum(wide * wide) * (1.0 / self.c.hidden) * (step * step)  # exact: a constant, one rounding
+        rms = torch.sqrt(mean + self.c.norm_eps).to(torch.float32)
+        return (x / rms) * weight
+
+    def _integers(self, k: Tensor, v: Tensor, w: Layer) -> Seen:
+        keys, scale = exact.row_integers(k)
+        values = torch.round(v / w.value_step).clamp(-exact.ROW_MAX, exact.ROW_MAX)
+        return Seen(keys.to(torch.int16), scale, values.to(torch.int16))
+
+    def _attend(self, q: Tensor, seen: Seen, w: Layer) -> Tensor:
+        """Causal attention of one sequence: q float32 [H, T, D] -> float32 [T, H * D], over blocks of queries."""
+        heads, tokens, dim = q.shape
+        groups, total = heads // self.c.kv_heads, seen.keys.shape[1]
+        qi, qs = exact.row_integers(q)
+        qi = qi.view(self.c.kv_heads, groups, tokens, dim).to(torch.float64)
+        qs = qs.view(self.c.kv_heads, groups, tokens, 1) * (1.4426950408889634 / math.sqrt(dim))  # exact: a constant, one rounding
+        keys, values = seen.keys.to(torch.float64).transpose(1, 2), seen.values.to(torch.float64)
+        key_scale = seen.key_scale.to(torch.float64).transpose(1, 2)
+        place = torch.arange(total, device=q.device)
+        step = max(1, _SCORES_AT_ONCE // (heads * total))
+        out = []
+        for begin in range(0, tokens, step):
+            end = min(begin + step, tokens)
+            visible = total - tokens + end
+            block = qi[:, :, begin:end].reshape(self.c.kv_heads, -1, dim)
+            scores = exact.product(block, keys[:, :, :visible]) * key_scale[:, :, :visible]  # scaling by powers of two is exact
+            t = scores.to(torch.float32) * qs[:, :, begin:end].reshape(self.c.kv_heads, -1, 1)
+            allowed = place[:visible] <= place[visible - (end - begin) : visible, None]
+            weights, norm = exact.weights_from_scores(t, allowed.repeat(groups, 1))
+            o = exact.product(weights, values[:, :visible]) / norm * w.value_step.to(torch.float64)
+            o = o.to(torch.float32).view(self.c.kv_heads, groups, end - begin, dim)
+            out.append(o.permute(2, 0, 1, 3).reshape(end - begin, heads * dim))
+        return torch.cat(out)

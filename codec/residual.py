@@ -1,0 +1,147 @@
+"""The residual model: what a guess and a calibrated scale say about a scalar, as integers (DESIGN 3 and 7).
+
+A channel's scale is two integers: the grid exponent g (cells of w = 2**g, with sigma between 4 w and 8 w) and the reciprocal
+R = w / sigma * 2**RECIPROCAL_BITS. A guess becomes its position M on the line in units of w * 2**-FRACTION and the first of the
+WINDOW cells around it. Probabilities of cells are differences of one table of the cumulative distribution in fixed point.
+From there on there are only integers: nothing in this file adds floating-point numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from codec import cells
+from codec.cells import FRACTION, Ints
+from codec.formats import NumberFormat
+
+Freqs = NDArray[np.float32]  # integer values; the type is the one the coder takes
+
+WINDOW = 128  # cells around the guess: at least 8 sigma on either side
+BLOCKS, BLOCK = 8, 16  # a symbol is a block of the window, then a cell of the block
+RECIPROCAL_BITS = 17
+STEP_BITS = 9  # the table's argument is z * 2**STEP_BITS
+TABLE_REACH = 8 << STEP_BITS  # beyond 8 sigma the table is flat
+TABLE_BITS = 38  # so that a table value times 2**24 fits an int64
+PRECISION = 24  # bits of a probability in the coder
+ESCAPE = 255  # weight of the escape symbol beside the 2**24 of all: about 2**-16
+_SHIFT = FRACTION + RECIPROCAL_BITS - STEP_BITS
+_FAR = 1 << 20  # distances are clipped here: far beyond the table's reach, and safe to multiply
+
+
+@dataclass(frozen=True)
+class ChannelScales:
+    """Scales of one tensor (K or V of a layer): int64 [kv_heads, 1, head_dim] each."""
+
+    grid: Ints
+    reciprocal: Ints
+
+    def sigma(self) -> NDArray[np.float64]:
+        """The standard deviation these integers stand for, [kv_heads, 1, head_dim]; for reports, not for coding."""
+        return np.ldexp(1.0 / self.reciprocal.astype(np.float64), self.grid + RECIPROCAL_BITS)
+
+
+def quantise_scales(sigma: NDArray[np.float64], fmt: NumberFormat) -> ChannelScales:
+    """Calibrated standard deviations [kv_heads, head_dim] as integers. Runs once, at calibration."""
+    sigma = np.clip(np.nan_to_num(sigma, nan=1.0, posinf=2.0**60, neginf=1.0), 1e-6, 2.0**60)[:, None, :]
+    top = (fmt.first_nonfinite >> fmt.mantissa) + fmt.emin - 2 - fmt.mantissa
+    grid = np.clip(np.floor(np.log2(sigma)).astype(np.int64) - 2, fmt.emin, top)
+    reciprocal = np.rint(np.ldexp(1.0, grid + RECIPROCAL_BITS) / sigma).astype(np.int64)
+    return ChannelScales(grid, np.clip(reciprocal, 1, 1 << 20))
+
+
+def gaussian_table() -> Ints:
+    """Cumulative normal distribution at z = i / 2**STEP_BITS, |i| <= TABLE_REACH, scaled to 0 .. 2**TABLE_BITS.
+
+    It comes from the platform's erfc, so it is computed once, at calibration, and then is data of the profile.
+    """
+    z = np.arange(-TABLE_REACH, TABLE_REACH + 1) / (1 << STEP_BITS)
+    table = np.array([round(0.5 * math.erfc(-x / math.sqrt(2.0)) * (1 << TABLE_BITS)) for x in z], dtype=np.int64)
+    table[0], table[-1] = 0, 1 << TABLE_BITS
+    return table
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor's scalars are expected: flat int64 arrays of one length, in the order [kv_head, token, dim]."""
+
+    mean: Ints  # position of the guess, units of w * 2**-FRACTION
+    start: Ints  # first cell of the window
+    grid: Ints
+    reciprocal: Ints
+
+    def slice(self, begin: int, end: int) -> Placement:
+        """Scalars begin .. end - 1."""
+        return Placement(self.mean[begin:end], self.start[begin:end], self.grid[begin:end], self.reciprocal[begin:end])
+
+
+def place(guess: Tensor, scales: ChannelScales, fmt: NumberFormat) -> Placement:
+    """Turn guesses, finite float32 [kv_heads, tokens, head_dim], into integers."""
+    guess = guess.clamp(-fmt.max_finite, fmt.max_finite)
+    shape = tuple(guess.shape)
+    grid = np.broadcast_to(scales.grid, shape).reshape(-1)
+    reciprocal = np.broadcast_to(scales.reciprocal, shape).reshape(-1)
+    exact = guess.cpu().numpy().astype(np.float64).reshape(-1)
+    mean = np.rint(np.clip(np.ldexp(exact, FRACTION - grid), -(2.0**56), 2.0**56)).astype(np.int64)
+    nearest = fmt.patterns(guess.to(fmt.dtype)).reshape(-1)
+    n, _ = cells.cell_of(nearest, grid, fmt)
+    limit = cells.cell_limit(fmt)
+    return Placement(mean, np.clip(n - WINDOW // 2, -limit, limit - WINDOW), grid, reciprocal)
+
+
+class CellModel:
+    """Frequencies of symbols: float32 rows of integers f - 1, which sum to 2**PRECISION - (symbols), for each scalar."""
+
+    def __init__(self, table: Ints, fmt: NumberFormat) -> None:
+        self._table = table
+        self._edges = cells.edge_table(fmt)
+        self._limit = cells.cell_limit(fmt)
+
+    def _cumulative(self, where: Placement, first: Ints, stride: int, count: int) -> Ints:
+        """Table values at the edges of cells first, first + stride, … (`count` of them): [scalars, count]."""
+        index = first[:, None] + np.arange(count, dtype=np.int64) * stride
+        distance = self._edges[index + self._limit] - where.mean[:, None]
+        np.clip(distance, -_FAR, _FAR, out=distance)
+        distance *= where.reciprocal[:, None]
+        distance >>= _SHIFT
+        np.clip(distance, -TABLE_REACH, TABLE_REACH, out=distance)
+        return self._table[distance + TABLE_REACH]
+
+    def block_frequencies(self, where: Placement) -> Freqs:
+        """[scalars, BLOCKS + 1]: the blocks of the window, which share what lies outside it, then the escape."""
+        total = (1 << PRECISION) - (BLOCKS + 1) - ESCAPE
+        inner = (self._cumulative(where, where.start + BLOCK, BLOCK, BLOCKS - 1) * total) >> TABLE_BITS
+        out = np.empty((len(inner), BLOCKS + 1), dtype=np.float32)
+        out[:, 0] = inner[:, 0]
+        out[:, 1 : BLOCKS - 1] = inner[:, 1:] - inner[:, :-1]
+        out[:, BLOCKS - 1] = total - inner[:, -1]
+        out[:, BLOCKS] = ESCAPE
+        return out
+
+    def cell_frequencies(self, where: Placement, block: Ints) -> Freqs:
+        """[scalars, BLOCK]: the cells of each scalar's block."""
+        total = (1 << PRECISION) - BLOCK
+        at = self._cumulative(where, where.start + block * BLOCK, 1, BLOCK + 1)
+        low, mass = at[:, :1], at[:, -1:] - at[:, :1]
+        flat = mass == 0  # too far out for the table to tell the cells apart
+        at = np.where(flat, np.arange(BLOCK + 1, dtype=np.int64), at - low)
+        # one rounding each in float64, and monotone: the same integers everywhere
+        ratio = np.float64(total) / np.where(flat, BLOCK, mass).astype(np.float64)
+        inner = np.minimum(np.floor(at.astype(np.float64) * ratio), float(total))
+        inner[:, -1] = float(total)
+        return np.diff(inner, axis=1).astype(np.float32)
+
+
+def zero_cell_frequencies(grid: Ints, fmt: NumberFormat) -> Freqs:
+    """[scalars, BINADES + 1]: binades of cell 0 in proportion to their width; the last symbol is everything deeper."""
+    symbols = cells.BINADES + 1
+    rows = np.zeros((cells.BINADES + 1, symbols), dtype=np.float64)
+    for count in range(cells.BINADES + 1):  # row: how many binades are coded one by one
+        for b in range(count):
+            rows[count, b] = (1 << (PRECISION - 1 - b)) - 1
+        rows[count, cells.BINADES] = (1 << (PRECISION - count)) - 1 - (cells.BINADES - count)
+    return rows.astype(np.float32)[cells.binade_count(grid, fmt)]

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Compress the KV caches of a corpus of prompts into a store.
+
+    python jobs/compress_corpus.py --model PATH|GGUF|HUB_ID --corpus URI --store URI
+    ray job submit --working-dir . -- python jobs/compress_corpus.py ...
+
+Exit status: 0 if all that was asked for is stored and verified; 2 for a request that cannot be met; 1 for what data or
+storage are wrong with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console  # noqa: E402
+
+from codec.errors import KVCodecError, UserError  # noqa: E402
+from pipeline.options import CACHE_FORMATS, DEVICES, LOOPS, PREDICTORS, Options  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; its names are the fields of Options."""
+    p = argparse.ArgumentParser(
+        prog="compress_corpus.py", description="Compress the KV caches of a corpus of prompts into a store."
+    )
+    p.add_argument("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target: a folder, a GGUF file or a hub id")
+    p.add_argument("--corpus", required=True, metavar="URI", help="JSONL (.gz) or Parquet: a file, a folder or a glob; s3:// too")
+    p.add_argument("--store", required=True, metavar="URI", help="a folder or s3://bucket/prefix; made if it is not there")
+    p.add_argument("--predictor", default="fp8", choices=PREDICTORS, help="the rung of the ladder (default: fp8)")
+    p.add_argument("--loop", default="open", choices=LOOPS, help="whether the predictor sees decoded values (default: open)")
+    p.add_argument("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    p.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens of a chunk, and of a prefill step (default: 256)")
+    p.add_argument("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: a sample of the corpus)")
+    p.add_argument("--actors", type=int, metavar="N", help="encode actors (default: as many as fit)")
+    p.add_argument("--device", default="auto", choices=DEVICES, help="where the target runs (default: cuda if Ray has GPUs)")
+    p.add_argument("--gpus-per-actor", type=float, metavar="X", help="a fraction of a GPU, or several GPUs (default: 1)")
+    p.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    p.add_argument("--max-tokens", type=int, metavar="N", help="cut prompts after N tokens")
+    p.add_argument("--skip-bad", action="store_true", help="report and count bad records instead of refusing the corpus")
+    p.add_argument("--salt-env", metavar="NAME", help="environment variable with a tenant's salt for the chunk keys")
+    p.add_argument("--verify", default="all", metavar="all|sample:F|none", help="which new chunks to decode again (default: all)")
+    p.add_argument("--dry-run", action="store_true", help="say what would be done; load no weights, write nothing")
+    p.add_argument("--shared-fs", action="store_true", help="a local store path is the same file system on every node")
+    p.add_argument("--report", metavar="FILE.json", help="write the figures as JSON")
+    p.add_argument("--debug", action="store_true", help="show tracebacks")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line, run the job, and turn errors into one sentence and an exit status."""
+    given = vars(parser().parse_args(arguments))
+    debug = given.pop("debug")
+    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    try:
+        options = Options(**given)
+        options.check()  # before the imports below, which take seconds
+        from pipeline.run import Consoles, run
+
+        return run(options, Consoles(notes=Console(stderr=True), result=Console()))
+    except KVCodecError as error:
+        if debug:
+            traceback.print_exc()
+        errors.print(f"error: {error}")
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        errors.print("error: interrupted; what is stored is complete, run the job again to go on")
+        return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        text = " ".join(str(error).split())[:500] or type(error).__name__
+        errors.print(f"error: unexpected {type(error).__name__}: {text} (run again with --debug for the traceback)")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""The two kinds of Ray Data actors: one runs the target and encodes, the other decodes and compares.
+
+Models are loaded at an actor's first call and not when it is made: what goes wrong in a call reaches the driver as the
+error it is, what goes wrong in a constructor only as text.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+import codec
+from pipeline import index
+from pipeline.calibration import load_checked_target
+from pipeline.committed import read_checksums
+from pipeline.encode import ChainEncoder, Stored
+from pipeline.progress import Counts, Reporter
+from pipeline.prompts import PromptReader
+from pipeline.verify import ChainVerifier
+from pipeline.work import ADOPTED, WRITTEN, ChunkFigures, Device, Group, GroupResult, Job, load_predictor, load_profile
+
+BYTES_A_SCALAR = 2  # of bf16 and fp16
+
+
+class EncodeActor:
+    """Batches of groups in, one result a group out; blobs and index parts go to the store."""
+
+    def __init__(self, job: Job, device: Device, reporter: Reporter) -> None:
+        self._job = job
+        self._device = device
+        self._reporter = reporter
+        self._reader = PromptReader(job.store)
+        self._encoder: ChainEncoder | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
+        for text in batch["group"]:
+            yield {"result": [self._group(Group.from_json(str(text))).to_json()]}
+
+    def _loaded(self) -> ChainEncoder:
+        if self._encoder is None:
+            torch.set_num_threads(self._device.threads)
+            predictor, profile = _load(self._job, self._device)
+            self._encoder = ChainEncoder(self._job, load_checked_target(self._job, self._device), predictor, profile)
+        return self._encoder
+
+    def _group(self, group: Group) -> GroupResult:
+        encoder = self._loaded()
+        start, tokens, seconds = time.perf_counter(), encoder.target_tokens, encoder.target_seconds
+        done: dict[bytes, Stored] = {}
+        for prompt in group.prompts:
+            ids = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
+            stored = encoder.prompt(ids, prompt.keys, group.todo, group.lost)
+            # A chunk that is met again, because the actor came back to it, was written the first time.
+            done = {chunk.key: chunk for chunk in stored} | done
+            self._report(stored)
+        rows = [self._row(c) for c in done.values() if c.key in group.todo and c.key not in group.lost]
+        part = index.write_part(self._job.store, rows) if rows else ""
+        return GroupResult(
+            group.prompts,
+            [_figures(chunk) for chunk in done.values() if chunk.key in group.todo],
+            part,
+            encoder.target_tokens - tokens,
+            encoder.target_seconds - seconds,
+            time.perf_counter() - start,
+        )
+
+    def _report(self, stored: list[Stored]) -> None:
+        new = [chunk for chunk in stored if chunk.outcome in (WRITTEN, ADOPTED)]
+        self._reporter.add(
+            Counts(
+                tokens=sum(chunk.tokens for chunk in new),
+                chunks=len(new),
+                raw_bytes=sum(_raw_bytes(chunk) for chunk in new),
+                stored_bytes=sum(chunk.stored_bytes for chunk in new),
+            )
+        )
+
+    def _row(self, chunk: Stored) -> dict[str, Any]:
+        job = self._job
+        figures = _figures(chunk)
+        return {
+            "key": chunk.key,
+            "parent_key": chunk.parent_key,
+            "chunk_index": chunk.index,
+            "first_token": chunk.first_token,
+            "tokens": chunk.tokens,
+            "model": job.model.name,
+            "target": job.target,
+            "predictor": job.predictor,
+            "profile": job.profile,
+            "cache_format": job.cache_format,
+            "loop": job.loop,
+            "chunk_tokens": job.chunk_tokens,
+            "prefill_tokens": job.chunk_tokens,
+            "raw_bytes": figures.raw_bytes,
+            "stored_bytes": figures.stored_bytes,
+            "header_bytes": figures.header_bytes,
+            "bytes_k": figures.bytes_k,
+            "bytes_v": figures.bytes_v,
+            "scalars_k": figures.scalars_k,
+            "scalars_v": figures.scalars_v,
+            "ideal_bits_k": figures.ideal_bits_k,
+            "ideal_bits_v": figures.ideal_bits_v,
+            "escapes": chunk.stats.escapes,
+            "layer_checksums": chunk.layer_checksums,
+            "parent_digest": chunk.parent_digest,
+            "chain_digest": chunk.chain_digest,
+            "tenant": job.tenant,
+            "created": datetime.now(UTC),
+            "host_arch": platform.machine(),
+            "torch_version": torch.__version__,
+            "device": _device_name(self._device.name),
+        }
+
+
+class VerifyActor:
+    """Results of the encode stage in, the same with `verified` and `failed` out."""
+
+    def __init__(self, job: Job, device: Device, reporter: Reporter) -> None:
+        self._job = job
+        self._device = device
+        self._reporter = reporter
+        self._reader = PromptReader(job.store)
+        self._verifier: ChainVerifier | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
+        for text in batch["result"]:
+            yield {"result": [self._result(GroupResult.from_json(str(text))).to_json()]}
+
+    def _loaded(self) -> ChainVerifier:
+        if self._verifier is None:
+            torch.set_num_threads(self._device.threads)
+            self._verifier = ChainVerifier(self._job, *_load(self._job, self._device))
+        return self._verifier
+
+    def _result(self, result: GroupResult) -> GroupResult:
+        wanted = {c.key for c in result.chunks if self._job.verify.selects(c.key)}
+        if not wanted:
+            return result
+        verifier = self._loaded()
+        rows = self._committed(result, wanted)
+        for prompt in result.prompts:
+            if wanted.isdisjoint(prompt.keys):
+                continue
+            ids = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
+            findings = verifier.prompt(ids, prompt.keys, frozenset(wanted), rows)
+            result.verified += findings.verified
+            result.failed |= findings.failed
+            wanted -= set(findings.verified) | findings.failed.keys()
+            self._reporter.add(Counts(verified=len(findings.verified)))
+        return result
+
+    def _committed(self, result: GroupResult, wanted: set[bytes]) -> dict[bytes, bytes]:
+        """Layer checksums from the group's own index part; where a lost blob was replaced, from its older row."""
+        rows: dict[bytes, bytes] = {}
+        if result.index_part:
+            rows = read_checksums(self._job.store, result.index_part)
+        if not wanted <= rows.keys():
+            table = index.read_rows(
+                self._job.store,
+                target=self._job.target,
+                profile=self._job.profile,
+                columns=["key", "layer_checksums"],
+            )
+            older = dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
+            rows = {key: older[key] for key in wanted & older.keys()} | rows
+        return rows
+
+
+def _load(job: Job, device: Device) -> tuple[codec.Predictor, codec.Profile]:
+    """Predictor and profile from the store, and the proof that this process computes the same bits with them."""
+    predictor = load_predictor(job.store, job.predictor, device.name)
+    profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
+    codec.check_known_answer(predictor, profile)
+    return predictor, profile
+
+
+def _raw_bytes(chunk: Stored) -> int:
+    return BYTES_A_SCALAR * (chunk.stats.scalars_k + chunk.stats.scalars_v)
+
+
+def _figures(chunk: Stored) -> ChunkFigures:
+    stats = chunk.stats
+    return ChunkFigures(
+        key=chunk.key,
+        outcome=chunk.outcome,
+        tokens=chunk.tokens,
+        raw_bytes=_raw_bytes(chunk),
+        stored_bytes=chunk.stored_bytes,
+        header_bytes=stats.header_bytes,
+        bytes_k=stats.bytes_k,
+        bytes_v=stats.bytes_v,
+        scalars_k=stats.scalars_k,
+        scalars_v=stats.scalars_v,
+        ideal_bits_k=stats.ideal_bits_k if chunk.has_ideal else None,
+        ideal_bits_v=stats.ideal_bits_v if chunk.has_ideal else None,
+    )
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"

@@ -1,0 +1,206 @@
+"""Calibration on first use: a predictor and a frozen profile for one (target, predictor, cache format, loop).
+
+The store names the profile in use under a hash of that configuration. A job that finds none makes one in the actors and
+offers it; of several jobs that do so at once one wins, and the others go on with the winner's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import codec
+from codec.errors import DataError
+from codec.profile import PROFILE_VERSION
+from pipeline.paths import predictor_path, profile_config_path, profile_path
+from pipeline.plan import Prompt
+from pipeline.prompts import PromptReader
+from pipeline.store import ObjectMissing
+from pipeline.target import Target, load_target
+from pipeline.work import Device, Job, PromptRef, load_predictor, load_profile
+
+SAMPLE_PROMPTS = 12
+SAMPLE_TOKENS = 1024  # measured at most, a prompt
+SAMPLE_DEPTH = 4096  # tokens from a prompt's start that may be run through the target to reach chunks not yet measured
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One calibration prompt: run the first `chunks` chunks, measure those of `measured`."""
+
+    prompt: PromptRef
+    chunks: int
+    measured: frozenset[bytes]
+
+
+def choose_sample(prompts: Iterable[Prompt], chunk_tokens: int) -> list[Sample]:
+    """A deterministic sample: prompts in the order of their content's hash, and of each only chunks not measured yet.
+
+    Prompts of a corpus often share long prefixes. Measuring the shared part once a prompt would fit the profile to
+    that part alone, so each chunk counts once.
+    """
+    most = max(1, SAMPLE_TOKENS // chunk_tokens)
+    depth = max(1, SAMPLE_DEPTH // chunk_tokens)
+    seen: set[bytes] = set()
+    samples: list[Sample] = []
+    for prompt in sorted(prompts, key=lambda p: (p.content, p.id)):
+        if len(samples) == SAMPLE_PROMPTS:
+            break
+        keys = prompt.all_keys()[:depth]
+        fresh = [key for key in keys if key not in seen][:most]
+        if not fresh:
+            continue
+        seen.update(fresh)
+        ref = PromptRef(prompt.id, prompt.part, prompt.row, prompt.n_tokens, tuple(keys))
+        samples.append(Sample(ref, keys.index(fresh[-1]) + 1, frozenset(fresh)))
+    return samples
+
+
+def config_hash(job: Job) -> bytes:
+    """Digest of everything that a profile is specific to."""
+    parts = {
+        "target": job.target.hex(),
+        "predictor": job.predictor_kind,
+        "cache_format": job.cache_format,
+        "loop": job.loop,
+        "codec": PROFILE_VERSION,
+    }
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
+
+
+def find_profile(job: Job) -> Job | None:
+    """The job with the profile and the predictor that the store names for it, or None where it names none.
+
+    Raises:
+        DataError: the store names something that is malformed or made for something else.
+        StorageError: what is named is missing.
+    """
+    path = profile_config_path(config_hash(job))
+    try:
+        named = job.store.get(path)
+    except ObjectMissing:
+        return None
+    try:
+        profile_id = bytes.fromhex(named.decode("ascii").strip())
+    except ValueError:
+        raise DataError(f"{job.store.uri}/{path} does not name a profile") from None
+    profile = load_profile(job.store, profile_id, target=job.target, cache_format=job.cache_format)
+    return replace(job, profile=profile_id, predictor=profile.predictor)
+
+
+def offer_profile(job: Job, profile_id: bytes) -> Job:
+    """Name a stored profile as the one in use, unless another job was faster; the job with whichever it is now."""
+    job.store.put_new(profile_config_path(config_hash(job)), profile_id.hex().encode())
+    found = find_profile(job)
+    if found is None:
+        raise DataError(f"{job.store.uri}: the profile that was just named is gone; is something deleting from the store?")
+    return found
+
+
+class Calibrator:
+    """The body of a calibration actor: the target, and moments of the residuals on its prompts."""
+
+    def __init__(self, job: Job, device: Device) -> None:
+        self._job = job
+        self._device = device
+        self._target: Target | None = None
+        self._predictor: codec.Predictor | None = None
+        self._reader = PromptReader(job.store)
+
+    def _loaded(self) -> Target:
+        if self._target is None:
+            torch.set_num_threads(self._device.threads)
+            self._target = load_checked_target(self._job, self._device)
+        return self._target
+
+    def build(self) -> bytes:
+        """Build the predictor from the target's weights, put it into the store, return its fingerprint."""
+        target = self._loaded()
+        weights = {name: tensor.cpu() for name, tensor in target.weights().items()}  # built alike wherever the target is
+        predictor = codec.build_predictor(
+            target.config, weights, kind=self._job.predictor_kind, bf16=self._job.cache_format == "bf16"
+        )
+        self._job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+        return predictor.fingerprint
+
+    def load(self, fingerprint: bytes) -> None:
+        """Take the predictor from the store."""
+        self._predictor = load_predictor(self._job.store, fingerprint, self._device.name)
+
+    def measure(self, sample: Sample) -> codec.Moments:
+        """Moments of the residuals of one sample's measured chunks."""
+        target, predictor = self._loaded(), self._ready()
+        cache, state = target.new_cache(), predictor.new_state()
+        tokens = self._reader.tokens(sample.prompt.part, sample.prompt.row, sample.prompt.n_tokens)
+        moments = codec.Moments.zero(predictor.config)
+        step = self._job.chunk_tokens
+        for index, key in enumerate(sample.prompt.keys[: sample.chunks]):
+            ids = torch.from_numpy(tokens[index * step : (index + 1) * step].copy())
+            truth = target.prefill(cache, ids)
+            if key in sample.measured:
+                moments.add(codec.measure(predictor, state, ids, truth))
+            else:
+                predictor.advance(state, ids)
+        return moments
+
+    def freeze(self, moments: codec.Moments) -> bytes:
+        """Freeze merged moments into a profile, put it into the store, return its id."""
+        job = self._job
+        profile = codec.freeze(
+            self._ready(), job.target, job.cache_format, moments, prefill_tokens=job.chunk_tokens
+        )
+        job.store.put_new(profile_path(profile.id), profile.to_bytes())
+        return profile.id
+
+    def _ready(self) -> codec.Predictor:
+        if self._predictor is None:
+            raise DataError("the calibration actor was restarted before it had its predictor; run the job again")
+        return self._predictor
+
+
+def load_checked_target(job: Job, device: Device) -> Target:
+    """Load the target in this process, and make sure that it is the one that the driver saw.
+
+    Raises:
+        UserError: it cannot be loaded.
+        DataError: its files differ from those that the job began with.
+    """
+    target = load_target(job.model, job.cache_format, device.name, "auto" if device.spread else None)
+    if target.source.fingerprint(job.cache_format) != job.target:
+        raise DataError(f"the model {job.model.path} on this node has other contents than where the job was started")
+    return target
+
+
+def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, gpus: float, device: Device) -> Job:
+    """Make predictor and profile with a pool of Ray actors, and return the job with those now in use.
+
+    Moments are merged in the order of the samples, whichever actor measured them: floating-point sums then depend on
+    neither the number of actors nor their speed.
+    """
+    ray: Any = importlib.import_module("ray")
+    remote = ray.remote(Calibrator).options(num_cpus=cpus, num_gpus=gpus)
+    pool = [remote.remote(job, device) for _ in range(min(actors, len(samples)))]
+    try:
+        fingerprint = ray.get(pool[0].build.remote())
+        ray.get([actor.load.remote(fingerprint) for actor in pool])
+        measured = _measure_all(ray, pool, samples)
+        moments = measured[0]
+        for other in measured[1:]:
+            moments.add(other)
+        profile_id = ray.get(pool[0].freeze.remote(moments))
+    finally:
+        for actor in pool:
+            ray.kill(actor)
+    return offer_profile(job, profile_id)
+
+
+def _measure_all(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> list[codec.Moments]:
+    util: Any = importlib.import_module("ray.util")
+    workers = util.ActorPool(list(pool))
+    return list(workers.map(lambda actor, sample: actor.measure.remote(sample), list(samples)))

@@ -1,0 +1,81 @@
+"""What a store already holds of a corpus: committed index rows, and whether their blobs are there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from codec.errors import DataError
+from pipeline import index
+from pipeline.paths import blob_path, blob_prefix, parse_blob_path
+from pipeline.store import Store
+from pipeline.work import KEPT, ChunkFigures, Job
+
+ASK_EACH = 2000  # up to so many chunks each is asked for; above, listing the blobs takes fewer requests
+ASK_AT_ONCE = 16
+
+_FIGURES = [
+    "tokens", "raw_bytes", "stored_bytes", "header_bytes", "bytes_k", "bytes_v", "scalars_k", "scalars_v",
+    "ideal_bits_k", "ideal_bits_v",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Chunks of a corpus that have an index row."""
+
+    figures: dict[bytes, ChunkFigures]  # those whose blob is there too
+    lost: dict[bytes, bytes]  # those whose blob is gone: key -> digest of the chain's bits
+
+    @staticmethod
+    def none() -> Committed:
+        """Of a store that holds nothing for this job."""
+        return Committed({}, {})
+
+
+def find_committed(job: Job, keys: Collection[bytes]) -> Committed:
+    """Look up the chunks of a corpus under the job's target and profile.
+
+    Raises:
+        DataError, StorageError: an index part is malformed or unreadable.
+    """
+    table = index.read_rows(
+        job.store, target=job.target, profile=job.profile, columns=["key", "chain_digest", *_FIGURES]
+    )
+    figures: dict[bytes, ChunkFigures] = {}
+    digests: dict[bytes, bytes] = {}
+    for batch in table.to_batches(max_chunksize=4096):
+        for row in batch.to_pylist():
+            key = row.pop("key")
+            if key in keys:
+                digests[key] = row.pop("chain_digest")
+                figures[key] = ChunkFigures(key=key, outcome=KEPT, **row)
+    there = _blobs_there(job.store, job.target, job.profile, list(figures))
+    lost = {key: digests[key] for key in figures.keys() - there}
+    return Committed({key: value for key, value in figures.items() if key in there}, lost)
+
+
+def read_checksums(store: Store, part: str) -> dict[bytes, bytes]:
+    """Key -> layer checksums of every row of one index part.
+
+    Raises:
+        DataError, StorageError: the part is malformed, missing or unreadable.
+    """
+    data = store.get(part)
+    try:
+        table = pq.read_table(pa.BufferReader(data), columns=["key", "layer_checksums"])
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise DataError(f"the index part {store.uri}/{part} is no readable Parquet file ({type(error).__name__})") from error
+    return dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
+
+
+def _blobs_there(store: Store, target: bytes, profile: bytes, keys: list[bytes]) -> set[bytes]:
+    if len(keys) > ASK_EACH:
+        return {parse_blob_path(path)[2] for path in store.list(blob_prefix(target, profile))} & set(keys)
+    with ThreadPoolExecutor(ASK_AT_ONCE) as pool:
+        there = list(pool.map(lambda key: store.exists(blob_path(target, profile, key)), keys))
+    return {key for key, found in zip(keys, there, strict=True) if found}

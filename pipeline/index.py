@@ -1,0 +1,168 @@
+"""The index: one row a stored chunk, in Parquet parts that any reader of Parquet can open.
+
+A task that has stored its blobs commits them by writing one part, index/<target>/<profile>/<name>.parquet. The part's
+name is a digest of the set of chunk keys in it, so a task that runs twice writes one part. A blob without a row was not
+committed; a row without its blob is an error that verification reports. Two jobs that met the same chunk in differently
+cut tasks both have a row for it: the rows of a key then agree in everything that describes the blob.
+
+    duckdb: SELECT model, sum(raw_bytes) / sum(stored_bytes) FROM 'index/*/*/*.parquet' GROUP BY model
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from codec.errors import DataError
+from pipeline.paths import index_path, index_prefix
+from pipeline.store import Store
+
+FORMAT = 1
+
+_DIGEST = pa.binary(32)
+_CHAIN = pa.binary(16)
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+INDEX_SCHEMA = pa.schema(
+    [
+        _required("key", _DIGEST),
+        pa.field("parent_key", _DIGEST),  # null for the first chunk of a prompt
+        _required("chunk_index", pa.int32()),
+        _required("first_token", pa.int64()),  # position in the prompt
+        _required("tokens", pa.int32()),
+        _required("model", pa.string()),  # as the user named it; the fingerprint is what counts
+        _required("target", _DIGEST),
+        _required("predictor", _DIGEST),
+        _required("profile", _DIGEST),
+        _required("cache_format", pa.string()),
+        _required("loop", pa.string()),
+        _required("chunk_tokens", pa.int32()),
+        _required("prefill_tokens", pa.int32()),
+        _required("raw_bytes", pa.int64()),
+        _required("stored_bytes", pa.int64()),  # the whole blob
+        _required("header_bytes", pa.int64()),
+        _required("bytes_k", pa.int64()),
+        _required("bytes_v", pa.int64()),
+        _required("scalars_k", pa.int64()),
+        _required("scalars_v", pa.int64()),
+        pa.field("ideal_bits_k", pa.float64()),  # null where the ideal code length was not asked for
+        pa.field("ideal_bits_v", pa.float64()),
+        _required("escapes", pa.int64()),
+        _required("layer_checksums", pa.binary()),  # 16 bytes a tensor, K then V, layer by layer
+        _required("parent_digest", _CHAIN),
+        _required("chain_digest", _CHAIN),
+        _required("tenant", pa.string()),  # hex digest of the salt, "" without one
+        _required("created", pa.timestamp("us", tz="UTC")),
+        _required("host_arch", pa.string()),
+        _required("torch_version", pa.string()),
+        _required("device", pa.string()),
+    ]
+)
+
+
+def part_name(keys: Iterable[bytes]) -> bytes:
+    """32-byte name of the part that holds these chunk keys, in whichever order they come."""
+    digest = hashlib.blake2b(digest_size=32, person=b"kv-index-part")
+    for key in sorted(set(keys)):
+        digest.update(key)
+    return digest.digest()
+
+
+def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Commit the rows of one task, all of one target and profile; returns the part's path, also where it was there.
+
+    Digests are bytes, `created` is a datetime with a time zone. Raises DataError for rows that do not fit the schema.
+    """
+    table = _table(rows)
+    owners = set(zip(table["target"].to_pylist(), table["profile"].to_pylist(), strict=True))
+    if len(owners) != 1:
+        raise DataError(f"an index part needs the rows of one target and one profile, not of {len(owners)}")
+    target, profile = owners.pop()
+    labels = {"kv_index_format": str(FORMAT), "kv_target": target.hex(), "kv_profile": profile.hex()}
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata(labels), sink, compression="zstd", write_page_checksum=True)
+    path = index_path(target, profile, part_name(table["key"].to_pylist()))
+    store.put_new(path, sink.getvalue().to_pybytes())
+    return path
+
+
+def iter_parts(
+    store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, pa.Table]]:
+    """(path, rows) of every part, sorted by path; only a few parts are in memory at a time.
+
+    `columns` are names of INDEX_SCHEMA, None means all. Raises DataError naming the part that cannot be read.
+    """
+    names = INDEX_SCHEMA.names if columns is None else list(columns)
+    unknown = sorted(set(names) - set(INDEX_SCHEMA.names))
+    if unknown:
+        raise DataError(f"the index has no column {unknown[0]!r}")
+    paths = (path for path in store.list(index_prefix(target, profile)) if path.endswith(".parquet"))
+    with ThreadPoolExecutor(8) as pool:  # they wait for the storage, not for a processor
+        while batch := list(itertools.islice(paths, 32)):
+            for path, data in zip(batch, pool.map(store.get, batch), strict=True):
+                yield path, _read_part(f"{store.uri}/{path}", data, target, profile, names)
+
+
+def read_rows(store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """All rows of one target and profile, part after part; a key may come more than once. Raises as `iter_parts`."""
+    tables = [table for _, table in iter_parts(store, target=target, profile=profile, columns=columns)]
+    names = INDEX_SCHEMA.names if columns is None else list(columns)
+    return pa.concat_tables([_schema(names).empty_table(), *tables])
+
+
+def committed_keys(store: Store, target: bytes, profile: bytes) -> set[bytes]:
+    """The 32-byte keys of all committed chunks. Raises as `iter_parts`."""
+    keys: set[bytes] = set()
+    for _, table in iter_parts(store, target=target, profile=profile, columns=["key"]):
+        keys.update(table["key"].to_pylist())
+    return keys
+
+
+def _schema(names: Sequence[str]) -> pa.Schema:
+    return pa.schema([INDEX_SCHEMA.field(name) for name in names])
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    if not rows:
+        raise DataError("an index part without rows cannot be written")
+    for row in rows:
+        if row.keys() != set(INDEX_SCHEMA.names):
+            wrong = sorted(row.keys() ^ set(INDEX_SCHEMA.names))
+            raise DataError(f"an index row lacks, or has beyond the schema, the columns {', '.join(wrong)}")
+        for field in INDEX_SCHEMA:
+            if row[field.name] is None and not field.nullable:
+                raise DataError(f"an index row has nothing in its column {field.name}")
+        if getattr(row["created"], "tzinfo", None) is None:
+            raise DataError("an index row's time of creation has no time zone")
+    try:
+        return pa.Table.from_pylist([dict(row) for row in rows], schema=INDEX_SCHEMA)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"an index row does not fit the schema: {error}") from error
+
+
+def _read_part(uri: str, data: bytes, target: bytes, profile: bytes, names: Sequence[str]) -> pa.Table:
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        labels = file.schema_arrow.metadata or {}
+        found = int(labels.get(b"kv_index_format", b"0"))
+        owner = (labels.get(b"kv_target", b"").decode(), labels.get(b"kv_profile", b"").decode())
+        if found == FORMAT:
+            # `select` restores the order that was asked for, `cast` refuses other types.
+            table = file.read(columns=list(names)).select(list(names)).cast(_schema(names))
+    except Exception as error:
+        # Broken files make pyarrow raise anything from OSError to KeyError.
+        raise DataError(f"the index part {uri} cannot be read: {' '.join(str(error).split()):.300}") from error
+    if found != FORMAT:
+        raise DataError(f"the index part {uri} has format {found}, and this version reads {FORMAT}")
+    if owner != (target.hex(), profile.hex()):
+        raise DataError(f"the index part {uri} belongs to another target or profile than its folder")
+    return table

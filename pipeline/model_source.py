@@ -1,0 +1,344 @@
+"""Where a model comes from: a folder, a GGUF file or a hub id; what identifies it; and its parts, read one by one.
+
+Weights are read from safetensors and GGUF only. Pickled weights (`*.bin`, `*.pt`) can run code when they are
+loaded, so they are never opened, and code that comes with a model is never run.
+"""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from codec.errors import UserError
+
+ACCEPTED = "a folder with config.json and *.safetensors, a *.gguf file, or a hub id like org/name"
+CACHE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_VOLATILE = {"_name_or_path", "_model_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+_DOMAIN = b"kv-cache target 1\0"
+_READ = 1 << 22
+_GGUF_VERSIONS = (2, 3)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found. `path` is a folder or a *.gguf file; for the hub, the folder of one commit."""
+
+    kind: Literal["folder", "gguf", "hub"]
+    path: str
+    name: str
+    repo: str = ""
+    commit: str = ""
+
+    def fingerprint(self, cache_format: str | None = None) -> bytes:
+        """32 bytes that name the bits this model computes: contents of weight files, config and run dtype.
+
+        Files are streamed. Results are remembered in the process as long as size and time of the files stay.
+        Raises UserError when a file cannot be read, and as `resolve_cache_format`.
+        """
+        cache_format = resolve_cache_format(self, cache_format)
+        digest = hashlib.blake2b(_DOMAIN, digest_size=32)
+        for file in weight_files(self):
+            name = b"" if self.kind == "gguf" else file.name.encode()
+            digest.update(struct.pack("<I", len(name)) + name + _file_digest(file))
+        config = b"" if self.kind == "gguf" else _canonical_config(self)
+        digest.update(struct.pack("<Q", len(config)) + config + cache_format.encode())
+        return digest.digest()
+
+
+# ---------------------------------------------------------------- finding it
+def resolve_model(spec: str | os.PathLike[str]) -> ModelSource:
+    """The model that `spec` names: an existing folder, a *.gguf file or a hub id (`org/name`, `org/name@revision`).
+
+    A hub id is downloaded into the hub's cache (or only looked up there with HF_HUB_OFFLINE=1).
+    Raises UserError in one sentence when there is no such model or it is not readable.
+    """
+    text = os.fspath(spec)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _resolve_folder(path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise UserError(f"the model {text!r} is a file that is not *.gguf; accepted are {ACCEPTED}")
+        _check_gguf(path)
+        return ModelSource("gguf", str(path.resolve()), path.stem)
+    if _HUB_ID.fullmatch(text) and not text.lower().endswith(".gguf"):
+        repo, _, revision = text.partition("@")
+        return _from_hub(repo, revision or None)
+    raise UserError(f"the model {text!r} does not exist; accepted are {ACCEPTED}")
+
+
+def _resolve_folder(path: Path) -> ModelSource:
+    source = ModelSource("folder", str(path.resolve()), path.resolve().name)
+    if (path / "adapter_config.json").exists():
+        raise UserError(f"the model folder {str(path)!r} holds a LoRA adapter; merge it into its model first")
+    if not (path / "config.json").is_file():
+        found = sorted(path.glob("*.gguf"))
+        hint = f"; pass the file {str(found[0])!r} instead" if found else ""
+        raise UserError(f"the model folder {str(path)!r} has no config.json{hint}; accepted are {ACCEPTED}")
+    weight_files(source)
+    return source
+
+
+def _from_hub(repo: str, revision: str | None) -> ModelSource:
+    from huggingface_hub import snapshot_download
+
+    try:
+        with quiet():
+            path = snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+    except Exception as error:  # the hub client raises from many libraries; none of them may reach the user as a trace
+        raise UserError(
+            f"the model {repo!r} is no folder or file here and the hub does not give it "
+            f"({_first_line(error)}); accepted are {ACCEPTED}"
+        ) from error
+    folder = _resolve_folder(Path(path))
+    return ModelSource("hub", folder.path, repo.partition("/")[2], repo, Path(path).name)
+
+
+def localise(source: ModelSource) -> ModelSource:
+    """The same model on this node: a hub model that is not here yet is downloaded at the same commit.
+
+    Raises UserError when a folder or file that was found elsewhere does not exist on this node.
+    """
+    if Path(source.path).exists():
+        return source
+    if source.kind == "hub":
+        return _from_hub(source.repo, source.commit)
+    raise UserError(
+        f"the model {source.path!r} does not exist on node {socket.gethostname()!r}; "
+        "put it on storage that every node mounts, or pass a hub id"
+    )
+
+
+def weight_files(source: ModelSource) -> list[Path]:
+    """The files that hold the weights, sorted by name: those that transformers loads. UserError if there are none."""
+    path = Path(source.path)
+    if source.kind == "gguf":
+        return [path]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        pickled = any(any(path.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
+        hint = "only pickled weights, which are never loaded; convert them to safetensors" if pickled else "no weights"
+        raise UserError(f"the model folder {str(path)!r} has {hint} (expected model.safetensors or its index)")
+    names = sorted(set(_shard_map(index).values()))
+    for name in names:
+        if not (path / name).is_file():
+            raise UserError(f"the model folder {str(path)!r} lacks the weight file {name!r} that its index names")
+    return [path / name for name in names]
+
+
+def _shard_map(index: Path) -> dict[str, str]:
+    """Tensor name to file name. The index is data: names that leave the folder are refused."""
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"the weight index {str(index)!r} has no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"the weight index {str(index)!r} names {name!r}, no safetensors file of its folder")
+    return weight_map
+
+
+# ---------------------------------------------------------------- fingerprint
+def _file_digest(path: Path) -> bytes:
+    try:
+        stat = path.stat()
+        return _digest_of(str(path), stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise UserError(f"the weight file {str(path)!r} cannot be read ({error.strerror})") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest_of(path: str, size: int, mtime_ns: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    with open(path, "rb") as file:
+        while block := file.read(_READ):
+            digest.update(block)
+    return digest.digest()
+
+
+def _canonical_config(source: ModelSource) -> bytes:
+    """config.json without what changes no bit of K and V: where it came from, who wrote it, the file's dtype."""
+    config = {k: v for k, v in _read_json(Path(source.path) / "config.json").items() if k not in _VOLATILE}
+    return json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"the file {str(path)!r} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"the file {str(path)!r} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"the file {str(path)!r} is not a JSON object")
+    return value
+
+
+# ---------------------------------------------------------------- its parts
+def load_config(source: ModelSource) -> dict[str, Any]:
+    """The HF config as `config.to_dict()` gives it, of the text decoder. Raises UserError."""
+    config: dict[str, Any] = hf_config(source).to_dict()
+    return config
+
+
+def hf_config(source: ModelSource) -> Any:
+    """The transformers config object of the text decoder. Raises UserError (unknown family, unreadable file)."""
+    config = copy.deepcopy(_read_config(source, _stamp(source)))
+    return config.get_text_config(decoder=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_config(source: ModelSource, stamp: int) -> Any:
+    """Remembered, because reading it from a GGUF file takes seconds; `stamp` changes with the file."""
+    from transformers import AutoConfig
+
+    args, keywords = location(source)
+    return hf_call(source, lambda: AutoConfig.from_pretrained(*args, **keywords))
+
+
+def _stamp(source: ModelSource) -> int:
+    path = Path(source.path) if source.kind == "gguf" else Path(source.path) / "config.json"
+    try:
+        return path.stat().st_mtime_ns
+    except OSError as error:
+        raise UserError(f"the file {str(path)!r} cannot be read ({error.strerror})") from error
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """The transformers tokenizer that comes with the model. Raises UserError."""
+    from transformers import AutoTokenizer
+
+    args, keywords = location(source)
+    return hf_call(source, lambda: AutoTokenizer.from_pretrained(*args, **keywords))
+
+
+def location(source: ModelSource) -> tuple[tuple[str], dict[str, Any]]:
+    """Arguments that make from_pretrained read this source, and nothing from a network or from its code."""
+    keywords: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if source.kind == "gguf":
+        path = Path(source.path)
+        return (str(path.parent),), {**keywords, "gguf_file": path.name}
+    return (source.path,), keywords
+
+
+def resolve_cache_format(source: ModelSource, cache_format: str | None = None) -> str:
+    """The format asked for (bf16 or fp16), or for None and "auto" the model's own dtype.
+
+    A GGUF of quantised blocks has no dtype of its own: it is dequantised to bf16. Raises UserError for other dtypes.
+    """
+    if cache_format in CACHE_DTYPES:
+        return cache_format
+    if cache_format not in (None, "auto"):
+        raise UserError(f"the cache dtype {cache_format!r} is unknown; pass bf16 or fp16")
+    own = _gguf_dtype(source.path) if source.kind == "gguf" else _config_dtype(source)
+    for name, dtype in CACHE_DTYPES.items():
+        if own == str(dtype).removeprefix("torch."):
+            return name
+    raise UserError(f"the model {source.name!r} has dtype {own}, which is not stored; pass --cache-dtype bf16 or fp16")
+
+
+def _config_dtype(source: ModelSource) -> str:
+    config = _read_json(Path(source.path) / "config.json")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and (own := part.get("dtype", part.get("torch_dtype"))):
+            return str(own).removeprefix("torch.")
+    return "unknown"
+
+
+@functools.lru_cache(maxsize=16)
+def _gguf_dtype(path: str) -> str:
+    """The dtype of the matrices in a GGUF file when they are stored plain; bfloat16 when they are quantised."""
+    from gguf import GGUFReader
+
+    source = ModelSource("gguf", path, Path(path).stem)
+    kinds = hf_call(source, lambda: {t.tensor_type.name for t in GGUFReader(path).tensors if len(t.shape) > 1})
+    plain = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+    return plain.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _check_gguf(path: Path) -> None:
+    """Refuse at once what is no GGUF file; the rest of its structure is checked when it is read."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(24)
+    except OSError as error:
+        raise UserError(f"the model file {str(path)!r} cannot be read ({error.strerror})") from error
+    if head[:4] != b"GGUF":
+        raise UserError(f"the model file {str(path)!r} is no GGUF file: it does not begin with the letters GGUF")
+    if len(head) < 24:
+        raise UserError(f"the GGUF file {str(path)!r} is truncated: it ends within its header")
+    version = struct.unpack("<I", head[4:8])[0]
+    if version not in _GGUF_VERSIONS:
+        raise UserError(f"the GGUF file {str(path)!r} has version {version}; accepted are little-endian 2 and 3")
+
+
+# ---------------------------------------------------------------- calling transformers
+def hf_call(source: ModelSource, call: Callable[[], _T]) -> _T:
+    """Run a call into transformers without its noise; whatever it raises on this input becomes one UserError."""
+    try:
+        with quiet():
+            return call()
+    except (UserError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers, gguf and safetensors each have their own zoo of exceptions
+        what = "GGUF file" if source.kind == "gguf" else "model"
+        raise UserError(f"the {what} {source.path!r} cannot be loaded ({_reason(source, error)})") from error
+
+
+def _reason(source: ModelSource, error: Exception) -> str:
+    text = _first_line(error)
+    if "trust_remote_code" in text or "custom code" in text:
+        return "it needs code of its own, which is never run"
+    if source.kind == "gguf" and isinstance(error, (IndexError, OverflowError, struct.error)):
+        return "it is truncated or corrupt"
+    return text
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message, short and without its full stop, so that it fits into a sentence."""
+    lines = str(error).strip().splitlines()
+    text = lines[0].rstrip(". :") if lines else ""
+    return (text[:200] + "…" if len(text) > 200 else text) or type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars, warnings or log lines of transformers, gguf and the hub; restored afterwards."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_loader
+    from transformers.utils import logging as hf_logging
+
+    verbosity, bars, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled(), gguf_loader.tqdm
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    hf_logging.set_verbosity(logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    hub.setLevel(logging.CRITICAL)
+    gguf_loader.tqdm = lambda items, **_: items
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
+        gguf_loader.tqdm = bar
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,132 @@
+"""What a job is asked to do: one frozen dataclass, checked before anything is read or written."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from codec.errors import UserError
+
+PREDICTORS = ("fp8",)
+LOOPS = ("open",)
+CACHE_FORMATS = ("bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+MAX_CHUNK_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Which of a run's new chunks are decoded again: a fraction of them, chosen by the hash in their keys."""
+
+    fraction: float
+
+    @staticmethod
+    def parse(text: str) -> Verify:
+        """Read `all`, `none` or `sample:F` with 0 < F <= 1.
+
+        Raises:
+            UserError: anything else.
+        """
+        if text == "all":
+            return Verify(1.0)
+        if text == "none":
+            return Verify(0.0)
+        try:
+            fraction = float(text.removeprefix("sample:")) if text.startswith("sample:") else math.nan
+        except ValueError:
+            fraction = math.nan
+        if not 0.0 < fraction <= 1.0:
+            raise UserError(f"--verify {text!r} is none of all, none and sample:F with F above 0 and at most 1")
+        return Verify(fraction)
+
+    def selects(self, key: bytes) -> bool:
+        """Whether the chunk of this key is in the sample; the same answer in every process and every run."""
+        return int.from_bytes(key[:8], "big") < self.fraction * 2.0**64
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything `jobs/compress_corpus.py` can be told; the names are those of its command line."""
+
+    model: str
+    corpus: str
+    store: str
+    predictor: str = "fp8"
+    loop: str = "open"
+    cache_dtype: str | None = None
+    chunk_tokens: int = 256
+    calibration: str | None = None
+    actors: int | None = None
+    device: str = "auto"
+    gpus_per_actor: float | None = None
+    limit: int | None = None
+    max_tokens: int | None = None
+    skip_bad: bool = False
+    salt_env: str | None = None
+    verify: str = "all"
+    dry_run: bool = False
+    shared_fs: bool = False
+    report: str | None = None
+
+    def check(self) -> None:
+        """Check every field on its own.
+
+        Raises:
+            UserError: the first field whose value cannot be.
+        """
+        _one_of("--predictor", self.predictor, PREDICTORS)
+        _one_of("--loop", self.loop, LOOPS)
+        _one_of("--device", self.device, DEVICES)
+        if self.cache_dtype is not None:
+            _one_of("--cache-dtype", self.cache_dtype, CACHE_FORMATS)
+        _between("--chunk-tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS)
+        for name, value in (("--actors", self.actors), ("--limit", self.limit), ("--max-tokens", self.max_tokens)):
+            if value is not None:
+                _between(name, value, 1, 2**31 - 1)
+        self._check_gpus()
+        Verify.parse(self.verify)
+        self.salt()
+        if self.report is not None:
+            _check_report(self.report)
+
+    def _check_gpus(self) -> None:
+        if self.gpus_per_actor is None:
+            return
+        if not (math.isfinite(self.gpus_per_actor) and self.gpus_per_actor > 0):
+            raise UserError(f"--gpus-per-actor {self.gpus_per_actor} is no positive number")
+        if self.gpus_per_actor > 1 and self.gpus_per_actor != int(self.gpus_per_actor):
+            raise UserError(f"--gpus-per-actor {self.gpus_per_actor} is above 1 and must then be a whole number")
+        if self.device == "cpu":
+            raise UserError("--gpus-per-actor contradicts --device cpu; leave one of the two out")
+
+    def salt(self) -> bytes:
+        """Read the salt from the environment variable that --salt-env names; empty without one.
+
+        Raises:
+            UserError: the variable is unset or empty. The salt itself is never part of a message.
+        """
+        if self.salt_env is None:
+            return b""
+        value = os.environ.get(self.salt_env, "")
+        if not value:
+            raise UserError(f"the environment variable {self.salt_env} that --salt-env names is unset or empty")
+        return value.encode()
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"{name} {value!r} is not known; choose {' or '.join(choices)}")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UserError(f"{name} {value} must be at least {low} and at most {high}")
+
+
+def _check_report(path: str) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise UserError(f"--report {path}: the folder {folder} does not exist; make it first")
+    if os.path.isdir(path):
+        raise UserError(f"--report {path} is a folder; name a file")

@@ -1,0 +1,218 @@
+"""The tokenise stage: records in, rows of keys out; tokens go to the store as content-addressed Parquet parts.
+
+A part holds the usable prompts among `PART_RECORDS` consecutive records of one file. Which records those are depends on
+nothing but the file, and the part's name on nothing but its contents, so a second run finds every part in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from codec.errors import DataError
+from codec.keys import chunk_keys
+from pipeline.corpus import BadRecord, Record, read_corpus
+from pipeline.model_source import load_tokenizer, localise
+from pipeline.paths import prompts_path
+from pipeline.plan import Bad, Prompt
+from pipeline.render import BadPrompt, token_ids
+from pipeline.store import Store
+from pipeline.target import ModelSource
+
+PART_RECORDS = 64
+MAX_SHARDS = 64  # tokenise tasks a file
+
+PART_SCHEMA = pa.schema(
+    [("id", pa.string()), ("source", pa.string()), ("token_ids", pa.list_(pa.int32())), ("n_tokens", pa.int64())]
+)
+ROW_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("n_tokens", pa.int64()),
+        ("keys", pa.binary()),
+        ("part", pa.string()),
+        ("row", pa.int64()),
+        ("content", pa.binary()),
+        ("file", pa.int64()),
+        ("record", pa.int64()),
+        ("source", pa.string()),
+        ("reason", pa.string()),  # why the record cannot be used; null when it can
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Tokenising:
+    """What a tokenise task is told. The keys' root already holds the salt, so the salt itself does not travel."""
+
+    store: Store
+    model: ModelSource
+    target: bytes
+    root: bytes
+    chunk_tokens: int
+    context_length: int
+    vocab_size: int
+    max_tokens: int | None
+    limit: int | None
+    write: bool  # False for a dry run
+
+
+def work_items(files: Sequence[str], limit: int | None, slots: int) -> list[dict[str, Any]]:
+    """The stage's input: one item for each file and shard. A shard takes every n-th run of PART_RECORDS records.
+
+    Each shard reads its whole file and tokenises its share, because JSON lines cannot be found without reading.
+    """
+    shards = 1 if limit is not None and limit <= PART_RECORDS else max(1, min(MAX_SHARDS, slots // max(1, len(files))))
+    return [
+        {"file": file, "index": index, "shard": shard, "shards": shards}
+        for index, file in enumerate(files)
+        for shard in range(shards)
+    ]
+
+
+class Tokenise:
+    """The stage's callable: a batch of work items in, tables of ROW_SCHEMA out, one a part."""
+
+    def __init__(self, settings: Tokenising) -> None:
+        self._settings = settings
+        self._tokenizer: Any = None
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(localise(self._settings.model))
+        for file, index, shard, shards in zip(
+            batch["file"], batch["index"], batch["shard"], batch["shards"], strict=True
+        ):
+            yield from self._file(str(file), int(index), int(shard), int(shards))
+
+    def _file(self, file: str, index: int, shard: int, shards: int) -> Iterator[pa.Table]:
+        part: list[dict[str, Any]] = []
+        good = 0
+        for number, record in enumerate(read_corpus(file)):
+            if number % PART_RECORDS == 0:
+                yield from self._flush(part)
+                part = []
+                if self._settings.limit is not None and good >= self._settings.limit:
+                    return
+            if (number // PART_RECORDS) % shards == shard:
+                part.append(self._row(record, index, number))
+                good += part[-1]["reason"] is None
+                if good == self._settings.limit:
+                    break
+        yield from self._flush(part)
+
+    def _row(self, record: Record | BadRecord, file: int, number: int) -> dict[str, Any]:
+        place = {"file": file, "record": number, "source": record.source, "reason": None}
+        if isinstance(record, BadRecord):
+            return place | {"reason": record.reason}
+        settings = self._settings
+        try:
+            ids = token_ids(
+                record,
+                self._tokenizer,
+                max_tokens=settings.max_tokens,
+                context_length=settings.context_length,
+                vocab_size=settings.vocab_size,
+            )
+        except BadPrompt as error:
+            return place | {"reason": f"the prompt {record.id!r} {error.reason}"}
+        return place | {
+            "id": record.id,
+            "n_tokens": len(ids),
+            "keys": b"".join(chunk_keys(settings.root, ids, settings.chunk_tokens)),
+            "content": record.content_hash(),
+            "payload": json.dumps({"kind": record.kind, **record.payload}, sort_keys=True, ensure_ascii=False),
+            "token_ids": ids,
+        }
+
+    def _flush(self, rows: list[dict[str, Any]]) -> Iterator[pa.Table]:
+        if not rows:
+            return
+        good = [row for row in rows if row["reason"] is None]
+        path = prompts_path(self._settings.target, part_name(good))
+        for number, row in enumerate(good):
+            row.update(part=path, row=number)
+        if good and self._settings.write and not self._settings.store.exists(path):
+            self._settings.store.put_new(path, part_bytes(good))
+        yield pa.Table.from_pylist(rows, schema=ROW_SCHEMA)
+
+
+def part_name(rows: Sequence[dict[str, Any]]) -> bytes:
+    """Digest of what a part holds: ids, records and token ids, each with its length before it."""
+    digest = hashlib.blake2b(b"kv prompts 1\0", digest_size=32)
+    for row in rows:
+        for item in (row["id"].encode(), row["payload"].encode(), _ids_bytes(row["token_ids"])):
+            digest.update(struct.pack("<Q", len(item)) + item)
+    return digest.digest()
+
+
+def _ids_bytes(ids: Sequence[int]) -> bytes:
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def part_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
+    """A part as Parquet."""
+    columns = {
+        "id": [row["id"] for row in rows],
+        "source": [row["payload"] for row in rows],
+        "token_ids": [row["token_ids"] for row in rows],
+        "n_tokens": [row["n_tokens"] for row in rows],
+    }
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pydict(columns, schema=PART_SCHEMA), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def split_rows(tables: Iterator[pa.Table]) -> tuple[list[Prompt], list[Bad]]:
+    """The stage's output as prompts and bad records."""
+    prompts: list[Prompt] = []
+    bad: list[Bad] = []
+    for table in tables:
+        for row in table.to_pylist():
+            position = (row.pop("file"), row.pop("record"))
+            reason = row.pop("reason")
+            if reason is not None:
+                bad.append(Bad(row["source"], reason, position))
+            else:
+                prompts.append(Prompt(position=position, **row))
+    return prompts, bad
+
+
+class PromptReader:
+    """Reads token ids back from parts, a few parts at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._load = functools.lru_cache(maxsize=4)(functools.partial(_load_part, store))
+
+    def tokens(self, part: str, row: int, n_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Token ids of one prompt, int64.
+
+        Raises:
+            DataError: the part is malformed or holds something else at this row.
+            StorageError: the part is missing or unreadable.
+        """
+        column = self._load(part)
+        if not 0 <= row < len(column):
+            raise DataError(f"the prompts part {part} has no row {row}")
+        ids = np.asarray(column[row].values.to_numpy(zero_copy_only=False), dtype=np.int64)
+        if len(ids) != n_tokens:
+            raise DataError(f"row {row} of the prompts part {part} has {len(ids)} tokens instead of {n_tokens}")
+        return ids
+
+
+def _load_part(store: Store, part: str) -> pa.ChunkedArray:
+    data = store.get(part)
+    try:
+        return pq.read_table(io.BytesIO(data), columns=["token_ids"]).column("token_ids").combine_chunks()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"the prompts part {store.uri}/{part} is no readable Parquet file ({type(error).__name__})") from error

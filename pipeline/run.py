@@ -1,0 +1,320 @@
+"""The main job, from options to exit status: DESIGN 9 in one place.
+
+corpus -> tokenise -> plan -> (calibrate) -> target and encode -> store and index -> verify -> report
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from codec.errors import DataError
+from codec.keys import root_key
+from codec.predictor.config import check_family, head_dim
+from codec.predictor.rope import frequencies
+from pipeline import ray_runtime, report
+from pipeline.actors import EncodeActor, VerifyActor
+from pipeline.calibration import calibrate, choose_sample, find_profile
+from pipeline.committed import Committed, find_committed
+from pipeline.corpus import list_corpus
+from pipeline.estimate import estimate
+from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
+from pipeline.options import Options, Verify
+from pipeline.paths import MARKER, profile_path
+from pipeline.plan import Admitted, Plan, Prompt, admit, make_plan
+from pipeline.progress import Counts, Display, ProgressBoard, Reporter
+from pipeline.prompts import Tokenise, Tokenising, split_rows, work_items
+from pipeline.ray_runtime import Cluster, Pools
+from pipeline.report import Outcome, say
+from pipeline.store import Store
+from pipeline.target import check_cache, context_length
+from pipeline.work import Device, GroupResult, Job, load_profile, make_group
+
+ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
+ACTOR_BYTES = 1 << 30  # and what it needs besides
+REGIMES = ("dynamic", "longrope")  # RoPE scalings that depend on how long the prompt is
+
+
+@dataclass(frozen=True)
+class Consoles:
+    """Where a run speaks: progress and notes, and the result."""
+
+    notes: Console
+    result: Console
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that can be known before Ray is started and anything is written."""
+
+    options: Options
+    job: Job
+    config: dict[str, Any]
+    files: list[str]
+    root: bytes  # key of the empty prefix; holds the salt
+    weight_bytes: int
+    stored: bool  # whether there is a store yet
+
+
+def run(options: Options, consoles: Consoles) -> int:
+    """Do what the options say. 0 if all that was asked for is stored and verified, else 1.
+
+    Raises:
+        UserError, DataError, StorageError: as one sentence each, also for what went wrong inside an actor.
+    """
+    prepared = prepare(options)
+    try:
+        with ray_runtime.connected(options.actors) as cluster:
+            return _run(prepared, cluster, consoles)
+    except Exception as error:
+        ours = ray_runtime.our_error(error)
+        if ours is None or ours is error:
+            raise
+        raise ours from error
+
+
+def prepare(options: Options) -> Prepared:
+    """Check the options, find corpus and model, open the store."""
+    options.check()
+    files = list_corpus(options.corpus)
+    if options.calibration is not None:
+        list_corpus(options.calibration)
+    model = resolve_model(options.model)
+    config = load_config(model)
+    check_family(config)
+    rope = frequencies(config, head_dim(config)).type
+    check_cache(hf_config(model), model)
+    cache_format = resolve_cache_format(model, options.cache_dtype)
+    target = model.fingerprint(cache_format)
+    salt = options.salt()
+    # A dry run writes nothing, so it must do without a store that is not there yet.
+    store = Store(options.store)
+    stored = not options.dry_run or store.exists(MARKER)
+    if stored:
+        store = Store.open(options.store, create=not options.dry_run)
+    job = Job(
+        store,
+        model,
+        target,
+        cache_format,
+        options.chunk_tokens,
+        options.predictor,
+        options.loop,
+        hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else "",
+        verify=Verify.parse(options.verify),
+    )
+    root = root_key(
+        target=target,
+        cache_format=cache_format,
+        chunk_tokens=options.chunk_tokens,
+        rope_regime=rope if rope in REGIMES else "",
+        salt=salt,
+    )
+    weight_bytes = sum(file.stat().st_size for file in weight_files(model))
+    return Prepared(options, job, config, files, root, weight_bytes, stored)
+
+
+def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
+    options, job = prepared.options, prepared.job
+    start = time.monotonic()
+    ray_runtime.check_shared(
+        cluster, store_is_local=job.store.is_local, shared_fs=options.shared_fs, uri=job.store.uri
+    )
+    device = ray_runtime.choose_device(options.device, cluster)
+    admitted = _admit(prepared, prepared.files, cluster, consoles)
+    found = find_profile(job) if prepared.stored else None
+    job = found or job
+    before = find_committed(job, _keys(admitted.prompts)) if found else Committed.none()
+    plan = make_plan(
+        admitted.prompts, job.chunk_tokens, stored=frozenset(before.figures), lost=frozenset(before.lost)
+    )
+    pools = _pools(prepared, cluster, device, plan)
+    if options.dry_run:
+        return _dry_run(prepared, plan, before, pools, device, consoles)
+    results: list[GroupResult] = []
+    if plan.groups:
+        if found is None:
+            job = _calibrate(prepared, admitted.prompts, cluster, pools, device, consoles)
+            # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
+            before = find_committed(job, _keys(admitted.prompts))
+            plan = make_plan(
+                admitted.prompts, job.chunk_tokens, stored=frozenset(before.figures), lost=frozenset(before.lost)
+            )
+        results = _compute(job, plan, before, pools, device, consoles)
+    if not plan.groups:
+        say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
+    return _finish(prepared, job, plan, admitted, before, results, time.monotonic() - start, consoles)
+
+
+def _keys(prompts: Sequence[Prompt]) -> set[bytes]:
+    return {key for prompt in prompts for key in prompt.all_keys()}
+
+
+# ---------------------------------------------------------------- tokenise
+def _admit(prepared: Prepared, files: list[str], cluster: Cluster, consoles: Consoles) -> Admitted:
+    options = prepared.options
+    prompts, bad = split_rows(_tokenise(prepared, files, options.limit, cluster))
+    admitted = admit(prompts, bad, limit=options.limit, skip_bad=options.skip_bad, corpus=options.corpus)
+    for record in admitted.bad:
+        say(consoles.notes, f"skipped {record.source}: {record.reason}")
+    copies = f", {admitted.duplicates:,} identical copies left out" if admitted.duplicates else ""
+    tokens = sum(prompt.n_tokens for prompt in admitted.prompts)
+    say(consoles.notes, f"tokenised {len(admitted.prompts):,} prompts, {tokens:,} tokens{copies}")
+    return admitted
+
+
+def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: Cluster) -> Iterator[Any]:
+    data: Any = importlib.import_module("ray.data")
+    options = prepared.options
+    settings = Tokenising(
+        prepared.job.store,
+        prepared.job.model,
+        prepared.job.target,
+        prepared.root,
+        options.chunk_tokens,
+        context_length(prepared.config),
+        int(prepared.config["vocab_size"]),
+        options.max_tokens,
+        limit,
+        not options.dry_run,
+    )
+    slots = max(1, int(cluster.cpus) - ray_runtime.IO_SLOTS)
+    items = work_items(files, limit, slots)
+    stage = data.from_items(items, override_num_blocks=len(items)).map_batches(
+        Tokenise,
+        fn_constructor_args=(settings,),
+        batch_size=1,
+        num_cpus=1,
+        compute=data.ActorPoolStrategy(size=min(slots, len(items))),
+    )
+    yield from stage.iter_batches(batch_format="pyarrow", batch_size=None)
+
+
+# ---------------------------------------------------------------- calibrate, encode, verify
+def _pools(prepared: Prepared, cluster: Cluster, device: str, plan: Plan) -> Pools:
+    options = prepared.options
+    return ray_runtime.divide(
+        cluster,
+        device=device,
+        actors=options.actors,
+        gpus_per_actor=options.gpus_per_actor,
+        groups=len(plan.groups),
+        verify=prepared.job.verify.fraction > 0,
+        actor_bytes=ACTOR_WEIGHTS * prepared.weight_bytes + ACTOR_BYTES,
+    )
+
+
+def _device(name: str, gpus: float, cpus: float) -> Device:
+    return Device(name if gpus > 0 or name == "cpu" else "cpu", gpus > 1, max(1, int(cpus)))
+
+
+def _calibrate(
+    prepared: Prepared, prompts: list[Prompt], cluster: Cluster, pools: Pools, device: str, consoles: Consoles
+) -> Job:
+    options = prepared.options
+    if options.calibration is not None:
+        tables = _tokenise(prepared, list_corpus(options.calibration), None, cluster)
+        own, bad = split_rows(tables)
+        prompts = admit(own, bad, limit=None, skip_bad=options.skip_bad, corpus=options.calibration).prompts
+    samples = choose_sample(prompts, options.chunk_tokens)
+    measured = sum(len(sample.measured) for sample in samples)
+    say(consoles.notes, f"calibrating on {measured:,} chunks of {len(samples):,} prompts (once for this model)")
+    return calibrate(
+        prepared.job,
+        samples,
+        actors=pools.encoders,
+        cpus=pools.encode_cpus,
+        gpus=pools.encode_gpus,
+        device=_device(device, pools.encode_gpus, pools.encode_cpus),
+    )
+
+
+def _compute(
+    job: Job, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles
+) -> list[GroupResult]:
+    ray: Any = importlib.import_module("ray")
+    data: Any = importlib.import_module("ray.data")
+    board = ray.remote(ProgressBoard).options(num_cpus=0).remote()
+    reporter = Reporter(board)
+    groups = [{"group": make_group(group, plan.stored, before.lost).to_json()} for group in plan.groups]
+    stage = data.from_items(groups, override_num_blocks=len(groups)).map_batches(
+        EncodeActor,
+        fn_constructor_args=(job, _device(device, pools.encode_gpus, pools.encode_cpus), reporter),
+        batch_size=1,
+        num_cpus=pools.encode_cpus,
+        num_gpus=pools.encode_gpus,
+        compute=data.ActorPoolStrategy(size=pools.encoders),
+    )
+    wanted = [key for key in plan.new if job.verify.selects(key)]
+    if wanted:
+        stage = stage.map_batches(
+            VerifyActor,
+            fn_constructor_args=(job, _device(device, pools.verify_gpus, pools.verify_cpus), reporter),
+            batch_size=1,
+            num_cpus=pools.verify_cpus,
+            num_gpus=pools.verify_gpus,
+            compute=data.ActorPoolStrategy(size=max(1, pools.verifiers)),
+        )
+    say(consoles.notes, f"compressing {len(plan.new):,} chunks in {len(groups):,} groups, {pools.encoders} actors on {device}")
+    show = Display(
+        consoles.notes,
+        lambda: Counts(**ray.get(board.read.remote(), timeout=5)),
+        total_chunks=len(plan.new),
+        total_verify=len(wanted),
+    )
+    with show:
+        return [GroupResult.from_json(row["result"]) for row in stage.iter_rows()]
+
+
+# ---------------------------------------------------------------- the end
+def _dry_run(
+    prepared: Prepared, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles
+) -> int:
+    found = estimate(
+        plan,
+        prepared.config,
+        prepared.weight_bytes,
+        before.figures.values(),
+        device=device,
+        actors=pools.encoders,
+    )
+    report.show_estimate(consoles.result, found, f"dry run for {prepared.job.model.name}: nothing was written")
+    if prepared.options.report is not None:
+        report.write_report(prepared.options.report, found.to_dict())
+    return 0
+
+
+def _finish(
+    prepared: Prepared,
+    job: Job,
+    plan: Plan,
+    admitted: Admitted,
+    before: Committed,
+    results: list[GroupResult],
+    seconds: float,
+    consoles: Consoles,
+) -> int:
+    outcome = Outcome.of(results, before.figures)
+    missing = [key for key in plan.chunks if key not in outcome.figures]
+    if missing:
+        raise DataError(f"{len(missing)} chunks of the corpus were not stored, among them {missing[0].hex()}; run the job again")
+    wanted = {key for key in plan.new if job.verify.selects(key)}
+    unseen = wanted - outcome.verified - outcome.failed.keys()
+    if unseen:
+        raise DataError(f"{len(unseen)} chunks were stored but not verified, among them {next(iter(unseen)).hex()}")
+    for message in outcome.failed.values():
+        say(consoles.notes, f"failed: {message}")
+    figures = report.make_report(
+        plan, outcome, profile_bytes=job.store.size(profile_path(job.profile)), bad_records=len(admitted.bad)
+    )
+    title = f"{job.model.name}, {job.cache_format}, {job.predictor_kind} {job.loop} loop: {report.duration(seconds)}"
+    report.show_report(consoles.result, figures, title)
+    if prepared.options.report is not None:
+        report.write_report(prepared.options.report, figures)
+    return 1 if outcome.failed else 0

@@ -1,0 +1,398 @@
+"""The store: named, immutable byte strings on a local disk or on S3, written at most once.
+
+    file:///data/store, /data/store, data/store      a folder; made when it is not there
+    s3://bucket/prefix                               a prefix of a bucket that exists
+
+Every write is conditional (`put_new`): of any number of processes that write one path exactly one wins, the others are
+told that it was there. A reader sees a whole object or none. A local write is on the disk before `put_new` returns.
+
+S3 is configured by the environment alone, so that no secret is in a command line, a log or a pickled `Store`:
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE and instance roles; AWS_ENDPOINT_URL_S3 or
+AWS_ENDPOINT_URL for a server that is not Amazon's; AWS_REGION or AWS_DEFAULT_REGION. botocore reads all of these itself
+except AWS_REGION, which is passed on here. Other s3fs settings can be given as `storage_options`, credentials cannot.
+"""
+
+import errno
+import json
+import os
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import fsspec
+
+from codec.errors import DataError, KVCodecError, StorageError, UserError
+from pipeline.paths import MARKER, parse_store_uri, refuse_secrets, validate_path, validate_prefix
+
+FORMAT = 1
+
+_PAUSES = (0.2, 0.4, 0.8, 1.6)  # seconds between attempts: five attempts in all
+_MULTIPART_BYTES = 32 * 2**20  # objects of twice this size and more go up in parts of this size
+_TRANSIENT = {
+    "botocore.HTTPClientError",
+    "botocore.ConnectionError",
+    "botocore.ResponseParserError",
+    "aiohttp.ClientError",
+}
+_T = TypeVar("_T")
+
+
+class ObjectMissing(StorageError):
+    """The store has no object of this path."""
+
+
+class Store:
+    """One store, made by `Store.open`; it can be pickled and connects again lazily in whichever process uses it."""
+
+    def __init__(self, uri: str, storage_options: dict[str, Any] | None = None) -> None:
+        """Parse `uri` without touching the storage. Raises UserError."""
+        self._options = dict(storage_options or {})
+        refuse_secrets(self._options)
+        self.is_local, self._root = parse_store_uri(uri)
+        self.uri = ("file://" if self.is_local else "s3://") + self._root
+        self._page = 1000  # objects a listing request; S3 gives no more
+        self._connected: Any = None
+        self._pid = 0
+        self._durable: set[str] = set()  # folders whose names are known to be on the disk
+
+    @classmethod
+    def open(cls, uri: str, *, create: bool = True, storage_options: dict[str, Any] | None = None) -> "Store":
+        """Connect to the store at `uri` and check its format.
+
+        With `create` the store is made where there is none, and a store that cannot be written is refused at once.
+        Raises UserError (unknown scheme, a file in the place of the folder, missing bucket, refused credentials, no
+        store without `create`, a newer format), StorageError (unreachable, unwritable), DataError (a damaged marker).
+        """
+        store = cls(uri, storage_options)
+        if store.is_local and os.path.lexists(store._root) and not os.path.isdir(store._root):
+            raise UserError(f"{store.uri} is a file, and a store needs a folder")
+        try:
+            # Asked for before the write: some servers make a missing bucket on the first write.
+            found = store.get(MARKER)
+        except ObjectMissing:
+            found = b""
+            if not create:
+                raise UserError(f"there is no store at {store.uri}") from None
+        if create:
+            # Also where there is one: may we write here at all?
+            store.put_new(MARKER, json.dumps({"format": FORMAT}).encode())
+        _check_marker(found or store.get(MARKER), store.uri)
+        return store
+
+    def get(self, path: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """The object's bytes `start` to `end`, as a slice; neither is negative. Raises ObjectMissing, StorageError."""
+        full = self._full(path)
+        if start < 0 or (end is not None and end < 0):
+            raise ValueError("a range cannot count from the end")
+        if end is not None and end <= start:
+            return b""
+        limits: dict[str, Any] = {"start": start, "end": end} if start or end is not None else {}
+        if not self.is_local:
+            limits["max_concurrency"] = 1  # one request: s3fs would ask for the size first, then for pieces
+        try:
+            return bytes(self._attempt("read", path, lambda: self._fs.cat_file(full, **limits)))
+        except StorageError as error:
+            if error.__cause__ is not None and _status(error.__cause__)[0] == 416:
+                return b""  # the range begins behind the object's end
+            raise
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        """Write an object unless there is one: True when this call wrote it, False when it was there already.
+
+        Atomic, and durable when it returns. Where a connection fails and the outcome is unknown, the object itself is
+        asked: True means that it now holds `data`, whoever wrote that. Raises StorageError.
+        """
+        full = self._full(path)
+        return self._put_local(path, full, data) if self.is_local else self._put_s3(path, full, data)
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object of this path (a folder is none)."""
+        try:
+            self.size(path)
+        except ObjectMissing:
+            return False
+        return True
+
+    def size(self, path: str) -> int:
+        """The object's size in bytes. Raises ObjectMissing, StorageError."""
+        full = self._full(path)
+        if self.is_local:
+            info = self._attempt("read", path, lambda: self._fs.info(full))
+            if info["type"] != "file":
+                raise ObjectMissing(f"{self.uri}/{path} is a folder, no object of the store")
+            return int(info["size"])
+        bucket, _, key = full.partition("/")
+        return int(
+            self._attempt("read", path, lambda: self._fs.call_s3("head_object", Bucket=bucket, Key=key))[
+                "ContentLength"
+            ]
+        )
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Paths of all objects in the folder `prefix` and below it ("" is all), sorted by their UTF-8 bytes.
+
+        What is written or deleted meanwhile may be listed or not. Raises StorageError.
+        """
+        folder = validate_prefix(prefix)
+        return self._list_local(folder) if self.is_local else self._list_s3(folder)
+
+    def delete(self, path: str) -> None:
+        """Remove an object; one that is not there is no error. Raises StorageError."""
+        full = self._full(path)
+        if not self.is_local:
+            self._attempt("delete", path, lambda: self._fs.rm_file(full))
+            return
+        try:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(full)
+                _fsync_folder(os.path.dirname(full))
+        except OSError as error:
+            raise self._explain("delete", path, error) from error
+
+    # -- local disk
+
+    def _put_local(self, path: str, full: str, data: bytes) -> bool:
+        folder = os.path.dirname(full)
+        temporary = os.path.join(folder, f".{uuid.uuid4().hex}.tmp")
+        try:
+            self._make_folder(folder)
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                won = _link(temporary, full)
+            finally:
+                with suppress(OSError):  # a leftover is never listed or read
+                    os.unlink(temporary)
+            # Also by the loser: it will build on an object whose name the winner may not have made durable yet.
+            _fsync_folder(folder)
+            return won
+        except OSError as error:
+            raise self._explain("write", path, error) from error
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder, and once in a process make its name and the names of all folders above it durable."""
+        os.makedirs(folder, exist_ok=True)
+        while folder not in self._durable:
+            parent = os.path.dirname(folder)
+            try:
+                _fsync_folder(parent)
+            except PermissionError:
+                if folder.startswith(self._root + "/"):
+                    raise  # above the store there may be folders that we can pass, but not open
+            self._durable.add(folder)
+            folder = parent
+
+    def _list_local(self, folder: str) -> Iterator[str]:
+        try:
+            entries = list(os.scandir(os.path.join(self._root, folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._explain("list", folder, error) from error
+        # A folder sorts as its name with "/" behind: then a depth-first walk yields whole paths in byte order.
+        named = {entry.name + "/" * entry.is_dir(): entry for entry in entries if not entry.name.startswith(".")}
+        for name in sorted(named, key=os.fsencode):
+            relative = f"{folder}/{name}" if folder else name
+            if name.endswith("/"):
+                yield from self._list_local(relative[:-1])
+            elif named[name].is_file():
+                yield relative
+
+    # -- S3
+
+    def _put_s3(self, path: str, full: str, data: bytes) -> bool:
+        unclear = False
+        for pause in (*_PAUSES, None):
+            try:
+                self._fs.pipe_file(full, data, mode="create", chunksize=_MULTIPART_BYTES)
+                return True
+            except Exception as error:
+                if _lost_race(error):
+                    # An earlier attempt whose answer was lost may be what is there now.
+                    return unclear and self.get(path) == data
+                if not _transient(error):
+                    raise self._explain("write", path, error) from error
+                unclear = True
+                failure = error
+            try:
+                return self.get(path) == data
+            except ObjectMissing:
+                if pause is not None:
+                    time.sleep(pause * random.uniform(0.5, 1.0))
+        raise self._explain("write", path, failure) from failure
+
+    def _list_s3(self, folder: str) -> Iterator[str]:
+        bucket, _, top = self._root.partition("/")
+        top = f"{top}/" if top else ""
+        request: dict[str, Any] = {
+            "Bucket": bucket,
+            "Prefix": f"{top}{folder}/" if folder else top,
+            "MaxKeys": self._page,
+        }
+        found: list[str] = []
+        while True:
+            page = self._attempt("list", folder, lambda: self._fs.call_s3("list_objects_v2", **request))
+            for item in page.get("Contents", ()):
+                relative = item["Key"][len(top) :]
+                if not relative.endswith("/") and not any(part.startswith(".") for part in relative.split("/")):
+                    found.append(relative)
+            if not page.get("IsTruncated"):
+                break
+            request["ContinuationToken"] = page["NextContinuationToken"]
+        # Sorted here, because not every server sorts "a.b" before "a/b" as Amazon's does.
+        yield from sorted(found, key=os.fsencode)
+
+    # -- connection, errors
+
+    @property
+    def _fs(self) -> Any:
+        """The fsspec file system, made on first use in this process (a forked copy of an S3 client does not work)."""
+        if self._connected is None or self._pid != os.getpid():
+            self._connected = _connect(self.is_local, self._options)
+            self._pid = os.getpid()
+        return self._connected
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{validate_path(path)}"
+
+    def _attempt(self, verb: str, path: str, call: Callable[[], _T]) -> _T:
+        for pause in (*_PAUSES, None):
+            try:
+                return call()
+            except Exception as error:
+                if pause is None or not _transient(error):
+                    raise self._explain(verb, path, error) from error
+            time.sleep(pause * random.uniform(0.5, 1.0))
+        raise AssertionError("not reached")
+
+    def _explain(self, verb: str, path: str, error: BaseException) -> KVCodecError:
+        """One sentence for an error of the storage, with the place and without secrets."""
+        status, code = _status(error)
+        failed = f"cannot {verb} {self.uri}/{path}".rstrip("/")
+        if not self.is_local:
+            if code == "NoSuchBucket":
+                return UserError(f"{failed}: the bucket {self._root.partition('/')[0]} does not exist")
+            if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+                return UserError(
+                    f"{failed}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, no credentials were found"
+                )
+            if isinstance(error, ValueError):
+                return UserError(f"{failed}: {_plain(error)} (from the environment or the storage options)")
+            if status in (401, 403):
+                return UserError(f"{failed}: the credentials were refused, or do not allow it ({code or status})")
+        if verb != "write" and isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)):
+            return ObjectMissing(f"{self.uri}/{path} is not in the store")
+        return StorageError(f"{failed}: {_plain(error)}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"uri": self.uri, "options": self._options, "page": self._page}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["uri"], state["options"])  # type: ignore[misc]
+        self._page = state["page"]
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r})"
+
+
+def _check_marker(data: bytes, uri: str) -> None:
+    try:
+        found = json.loads(data)["format"]
+        if type(found) is not int or found < 1:
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise DataError(
+            f"{uri}/{MARKER} does not say which format the store has: it is damaged or is no store's"
+        ) from None
+    if found > FORMAT:
+        raise UserError(
+            f"the store at {uri} has format {found}, this version reads up to {FORMAT}: update the software"
+        )
+
+
+def _connect(is_local: bool, options: dict[str, Any]) -> Any:
+    if is_local:
+        return fsspec.filesystem("file", skip_instance_cache=True)
+    options = {"use_listings_cache": False, **options}
+    options["config_kwargs"] = {
+        "retries": {"total_max_attempts": 1},  # we repeat requests ourselves, since we must know that one was repeated
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        **options.get("config_kwargs", {}),
+    }
+    options["client_kwargs"] = dict(options.get("client_kwargs", {}))
+    if os.environ.get("AWS_REGION"):
+        options["client_kwargs"].setdefault("region_name", os.environ["AWS_REGION"])
+    connected = fsspec.filesystem("s3", skip_instance_cache=True, **options)
+    connected.retries = 1
+    return connected
+
+
+def _status(error: BaseException) -> tuple[int, str]:
+    """(HTTP status, error code) of an S3 error; (0, "") where the server did not answer."""
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)
+        if isinstance(response, dict):
+            status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            return status, str(response.get("Error", {}).get("Code", ""))
+    return 0, ""
+
+
+def _lost_race(error: BaseException | None) -> bool:
+    """Whether a conditional write was refused because the object exists (s3fs has a class for Amazon's answer only)."""
+    while error is not None:
+        if isinstance(error, FileExistsError) or _status(error)[0] == 412:
+            return True
+        error = error.__context__  # aborting a multipart upload may have failed on top of it
+    return False
+
+
+def _transient(error: BaseException) -> bool:
+    """Whether the same request may succeed a moment later."""
+    status, code = _status(error)
+    if status:
+        return status in (408, 409, 429) or status >= 500 or code in ("RequestTimeout", "IncompleteBody")
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    # By name, so that a local store needs neither botocore nor aiohttp.
+    bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
+    return not bases.isdisjoint(_TRANSIENT)
+
+
+def _plain(error: BaseException) -> str:
+    """The error's text on one line, without credentials."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = " ".join(text.split()).rstrip(".") or type(error).__name__
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
+        if os.environ.get(name):
+            text = text.replace(os.environ[name], "***")
+    return re.sub(r"//[^/@\s]+@", "//", text)[:300]
+
+
+def _link(temporary: str, final: str) -> bool:
+    """Give a complete file its name, unless something has it: of several processes one gets True."""
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        if os.path.isdir(final):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), final) from None
+        # NFS can say so of a request that it has done, when its first answer was lost: our file has two names then.
+        return os.stat(temporary).st_nlink > 1
+    return True
+
+
+def _fsync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot do this for a folder
+            raise
+    finally:
+        os.close(descriptor)

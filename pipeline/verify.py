@@ -1,0 +1,117 @@
+"""Verification: decode from stored bytes alone and compare with the index, without Ray and without the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+import codec
+from codec.errors import DataError, StorageError
+from codec.keys import ROOT_DIGEST
+from pipeline.encode import Link, Tokens, decode_blob
+from pipeline.paths import blob_path
+from pipeline.work import Job
+
+CHECKSUM_BYTES = 16
+
+
+@dataclass
+class Findings:
+    """Which chunks came back as they should, and what is wrong with the others."""
+
+    verified: list[bytes] = field(default_factory=list)
+    failed: dict[bytes, str] = field(default_factory=dict)
+
+
+class ChainVerifier:
+    """Decodes prompts one after another, keeping the predictor's state of the last one."""
+
+    def __init__(self, job: Job, predictor: codec.Predictor, profile: codec.Profile) -> None:
+        self._job = job
+        self._predictor = predictor
+        self._profile = profile
+        self._state = predictor.new_state()
+        self._chain: list[Link] = []
+
+    def prompt(
+        self, tokens: Tokens, keys: Sequence[bytes], wanted: frozenset[bytes], rows: Mapping[bytes, bytes]
+    ) -> Findings:
+        """Decode this prompt's chunks up to the last wanted one and compare the wanted ones.
+
+        Args:
+            tokens: the prompt's token ids, int64.
+            keys: its chunks' keys in order.
+            wanted: chunks to verify.
+            rows: key -> layer checksums, from committed index rows.
+        """
+        findings = Findings()
+        last = max((index for index, key in enumerate(keys) if key in wanted), default=-1)
+        self._rewind(keys)
+        for index in range(len(self._chain), last + 1):
+            try:
+                self._chunk(index, tokens, keys, wanted, rows, findings)
+            except (DataError, StorageError) as error:
+                self._state.truncate(self._chain[-1].end if self._chain else 0)
+                self._give_up(keys[index : last + 1], wanted, str(error), findings)
+                break
+        return findings
+
+    def _rewind(self, keys: Sequence[bytes]) -> None:
+        common = 0
+        while common < min(len(keys), len(self._chain)) and self._chain[common].key == keys[common]:
+            common += 1
+        del self._chain[common:]
+        self._state.truncate(self._chain[-1].end if self._chain else 0)
+
+    def _chunk(
+        self,
+        index: int,
+        tokens: Tokens,
+        keys: Sequence[bytes],
+        wanted: frozenset[bytes],
+        rows: Mapping[bytes, bytes],
+        findings: Findings,
+    ) -> None:
+        key = keys[index]
+        first = self._chain[-1].end if self._chain else 0
+        parent = self._chain[-1].chain_digest if self._chain else ROOT_DIGEST
+        ids = torch.from_numpy(tokens[first : first + self._job.chunk_tokens].copy())
+        identity = codec.ChunkIdentity(self._job.target, key, parent, first)
+        path = blob_path(self._job.target, self._job.profile, key)
+        store = self._job.store
+        decoded = decode_blob(
+            store, path, self._predictor, self._profile, self._state, ids, store.get(path), identity
+        )
+        self._chain.append(Link(key, first + len(ids), decoded.chain_digest))
+        if key not in wanted:
+            return
+        wrong = differing_tensor(decoded.layer_checksums, rows.get(key))
+        if wrong is None:
+            findings.verified.append(key)
+        else:
+            findings.failed[key] = f"{store.uri}/{path}: {wrong}"
+
+    def _give_up(
+        self, keys: Sequence[bytes], wanted: frozenset[bytes], message: str, findings: Findings
+    ) -> None:
+        """The first chunk cannot be decoded, so neither can those that follow from it."""
+        for number, key in enumerate(keys):
+            if key in wanted:
+                path = blob_path(self._job.target, self._job.profile, key)
+                place = f"{self._job.store.uri}/{path}"
+                findings.failed[key] = message if number == 0 else f"{place}: not decoded, a chunk before it failed"
+
+
+def differing_tensor(found: bytes, expected: bytes | None) -> str | None:
+    """What the first difference between two rows of layer checksums is, or None if they are equal."""
+    if expected is None:
+        return "its committed index row is missing"
+    if len(found) != len(expected):
+        return f"{len(found) // CHECKSUM_BYTES} tensors decoded, {len(expected) // CHECKSUM_BYTES} in its index row"
+    for number in range(0, len(found), CHECKSUM_BYTES):
+        if found[number : number + CHECKSUM_BYTES] != expected[number : number + CHECKSUM_BYTES]:
+            layer, side = divmod(number // CHECKSUM_BYTES, 2)
+            return f"layer {layer}, {'V' if side else 'K'}: decoded bits have another checksum than the index row"
+    return None

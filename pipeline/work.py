@@ -1,0 +1,176 @@
+"""What travels to the actors and back: the job's identity, one group of prompts, and what became of its chunks.
+
+Groups and results travel as JSON text in one column, so that blocks are small, have one schema and hold no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import codec
+from codec.errors import DataError
+from pipeline.options import Verify
+from pipeline.paths import predictor_path, profile_path
+from pipeline.plan import Prompt
+from pipeline.store import Store
+from pipeline.target import ModelSource
+
+# What became of a chunk that a group needed.
+WRITTEN = "written"  # this run computed and stored it
+ADOPTED = "adopted"  # its blob was there: another job won, or an earlier one died before its commit
+KEPT = "kept"  # stored and committed before; decoded only to continue from its bits
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every actor of a job is told. Secrets are not among it: tenants are named by a hash of their salt."""
+
+    store: Store
+    model: ModelSource
+    target: bytes
+    cache_format: str
+    chunk_tokens: int
+    predictor_kind: str
+    loop: str
+    tenant: str
+    predictor: bytes = b""
+    profile: bytes = b""
+    verify: Verify = Verify(1.0)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where an actor computes: a torch device, whether transformers spreads the target over several, and threads."""
+
+    name: str
+    spread: bool
+    threads: int
+
+
+@dataclass(frozen=True)
+class PromptRef:
+    """A prompt as an actor sees it: where its tokens are, and its chain of keys."""
+
+    id: str
+    part: str
+    row: int
+    n_tokens: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts for one actor call, in token order."""
+
+    prompts: tuple[PromptRef, ...]
+    todo: frozenset[bytes]  # chunks without a committed row, or whose blob is lost
+    lost: Mapping[bytes, bytes]  # chunk key -> digest of its chain's raw bits, from the committed row
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it back."""
+        prompts = [asdict(p) | {"keys": [k.hex() for k in p.keys]} for p in self.prompts]
+        lost = {key.hex(): digest.hex() for key, digest in self.lost.items()}
+        return json.dumps({"prompts": prompts, "todo": sorted(k.hex() for k in self.todo), "lost": lost})
+
+    @staticmethod
+    def from_json(text: str) -> Group:
+        """Read what `to_json` wrote."""
+        data = json.loads(text)
+        prompts = tuple(PromptRef(**(p | {"keys": _keys(p["keys"])})) for p in data["prompts"])
+        lost = {bytes.fromhex(key): bytes.fromhex(digest) for key, digest in data["lost"].items()}
+        return Group(prompts, frozenset(_keys(data["todo"])), lost)
+
+
+def make_group(prompts: Iterable[Prompt], stored: frozenset[bytes], lost: Mapping[bytes, bytes]) -> Group:
+    """A group of planned prompts, with what an actor has to know about their chunks."""
+    refs = tuple(PromptRef(p.id, p.part, p.row, p.n_tokens, tuple(p.all_keys())) for p in prompts)
+    keys = {key for ref in refs for key in ref.keys}
+    return Group(refs, frozenset(keys - stored), {key: lost[key] for key in keys & lost.keys()})
+
+
+@dataclass(frozen=True)
+class ChunkFigures:
+    """Sizes of one stored chunk. `ideal_bits_*` are None where the chunk was not encoded by this run."""
+
+    key: bytes
+    outcome: str
+    tokens: int
+    raw_bytes: int
+    stored_bytes: int
+    header_bytes: int
+    bytes_k: int
+    bytes_v: int
+    scalars_k: int
+    scalars_v: int
+    ideal_bits_k: float | None = None
+    ideal_bits_v: float | None = None
+
+
+@dataclass
+class GroupResult:
+    """What one group came to. Figures and keys only; the verify stage adds the last two fields."""
+
+    prompts: tuple[PromptRef, ...]
+    chunks: list[ChunkFigures]
+    index_part: str  # "" when there was nothing to commit
+    target_tokens: int  # run through the target
+    target_seconds: float  # spent in it
+    seconds: float  # spent on the group as a whole, loading of models not included
+    verified: list[bytes] = field(default_factory=list)
+    failed: dict[bytes, str] = field(default_factory=dict)  # key -> what is wrong, naming the blob
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it back."""
+        data = asdict(self)
+        data["prompts"] = [asdict(p) | {"keys": [k.hex() for k in p.keys]} for p in self.prompts]
+        data["chunks"] = [asdict(c) | {"key": c.key.hex()} for c in self.chunks]
+        data["verified"] = [key.hex() for key in self.verified]
+        data["failed"] = {key.hex(): message for key, message in self.failed.items()}
+        return json.dumps(data)
+
+    @staticmethod
+    def from_json(text: str) -> GroupResult:
+        """Read what `to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        data["prompts"] = tuple(PromptRef(**(p | {"keys": _keys(p["keys"])})) for p in data["prompts"])
+        data["chunks"] = [ChunkFigures(**(c | {"key": bytes.fromhex(c["key"])})) for c in data["chunks"]]
+        data["verified"] = list(_keys(data["verified"]))
+        data["failed"] = {bytes.fromhex(key): message for key, message in data["failed"].items()}
+        return GroupResult(**data)
+
+
+def _keys(texts: Iterable[str]) -> tuple[bytes, ...]:
+    return tuple(bytes.fromhex(text) for text in texts)
+
+
+def load_predictor(store: Store, fingerprint: bytes, device: str) -> codec.Predictor:
+    """Read a predictor from the store and check that it is the one asked for.
+
+    Raises:
+        DataError: malformed, or another predictor's bytes.
+        StorageError: missing or unreadable.
+    """
+    path = predictor_path(fingerprint)
+    predictor = codec.Predictor.from_bytes(store.get(path), device=device)
+    if predictor.fingerprint != fingerprint:
+        raise DataError(f"{store.uri}/{path} holds the predictor {predictor.fingerprint.hex()}, not the one it is named for")
+    return predictor
+
+
+def load_profile(store: Store, profile_id: bytes, *, target: bytes, cache_format: str) -> codec.Profile:
+    """Read a profile from the store and check that it is the one asked for and made for this target.
+
+    Raises:
+        DataError: malformed, another profile's bytes, or made for something else.
+        StorageError: missing or unreadable.
+    """
+    path = profile_path(profile_id)
+    profile = codec.Profile.from_bytes(store.get(path))
+    if profile.id != profile_id:
+        raise DataError(f"{store.uri}/{path} holds the profile {profile.id.hex()}, not the one it is named for")
+    if profile.target != target or profile.cache_format != cache_format:
+        raise DataError(f"{store.uri}/{path} was made for another target or cache format; remove profiles/by-config of it")
+    return profile
