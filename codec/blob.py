@@ -17,7 +17,9 @@ MAX_TOKENS = 1 << 20
 MAX_DIM = 1 << 16
 MAX_TENSOR_BYTES = 1 << 40
 _PREFIX = struct.Struct("<8sHHI")  # magic, version, flags, header length
-_FIXED = struct.Struct("<32s32s32s32s16sQIHBB")  # target, predictor, profile, key, parent, first token, tokens, layers, format, scales
+_FIXED = struct.Struct(
+    "<32s32s32s32s16sQIHBB"
+)  # target, predictor, profile, key, parent, first token, tokens, layers, format, scales
 _LAYER = struct.Struct("<HHHHQQ16s16s")  # kv_heads, K dim, V dim, 0, K bytes, V bytes, K checksum, V checksum
 _SCALE = struct.Struct("<f")
 MAX_HEADER = _PREFIX.size + _FIXED.size + MAX_LAYERS * _LAYER.size + 255 * _SCALE.size + 16
@@ -78,7 +80,9 @@ def pack(header: BlobHeader, streams: Sequence[tuple[bytes, bytes]]) -> bytes:
 def read_header(blob: bytes) -> BlobHeader:
     """Parse and check a blob's header without touching its bitstreams. Raises a subclass of BlobError."""
     if len(blob) < _PREFIX.size:
-        raise errors.TruncatedBlob(f"The blob has only {len(blob)} bytes, less than the {_PREFIX.size} of its first fields.")
+        raise errors.TruncatedBlob(
+            f"The blob has only {len(blob)} bytes, less than the {_PREFIX.size} of its first fields."
+        )
     magic, version, flags, length = _PREFIX.unpack_from(blob)
     if magic != MAGIC:
         raise errors.NotABlob("The bytes do not begin as a KV-cache blob does.")
@@ -96,7 +100,9 @@ def read_header(blob: bytes) -> BlobHeader:
 
 
 def _parse(blob: bytes, flags: int, length: int) -> BlobHeader:
-    target, predictor, profile, key, parent, first, tokens, layers, code, scales = _FIXED.unpack_from(blob, _PREFIX.size)
+    target, predictor, profile, key, parent, first, tokens, layers, code, scales = _FIXED.unpack_from(
+        blob, _PREFIX.size
+    )
     fmt = format_by_code(code)
     want = _PREFIX.size + _FIXED.size + scales * _SCALE.size + layers * _LAYER.size + 16
     if flags or fmt is None or length != want or not 1 <= layers <= MAX_LAYERS or not 1 <= tokens <= MAX_TOKENS:
@@ -119,7 +125,9 @@ def streams(blob: bytes, header: BlobHeader) -> list[tuple[bytes, bytes]]:
     """The (K, V) bitstreams of every layer, after the checksum of the whole blob was found right."""
     want = header.header_bytes + sum(layer.key_bytes + layer.value_bytes for layer in header.layers) + 16
     if len(blob) != want:
-        raise errors.TruncatedBlob(f"The blob has {len(blob)} bytes where its header says {want}; it was cut or extended.")
+        raise errors.TruncatedBlob(
+            f"The blob has {len(blob)} bytes where its header says {want}; it was cut or extended."
+        )
     if digest(blob[:-16]) != blob[-16:]:
         raise errors.CorruptBlob("The checksum of the blob differs; its bytes were changed after it was written.")
     out, at = [], header.header_bytes

@@ -100,7 +100,12 @@ def encode(
 
 
 def decode(
-    predictor: Predictor, profile: Profile, state: PredictorState, token_ids: Tensor, blob: bytes, identity: ChunkIdentity
+    predictor: Predictor,
+    profile: Profile,
+    state: PredictorState,
+    token_ids: Tensor,
+    blob: bytes,
+    identity: ChunkIdentity,
 ) -> DecodedChunk:
     """Decode one chunk and take its tokens into `state` (left as it was on an error).
 
@@ -110,7 +115,9 @@ def decode(
     return decode_batch(predictor, profile, [DecodeTask(state, token_ids, blob, identity)])[0]
 
 
-def encode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[EncodeTask], *, ideal: bool = False) -> list[EncodedChunk]:
+def encode_batch(
+    predictor: Predictor, profile: Profile, tasks: Sequence[EncodeTask], *, ideal: bool = False
+) -> list[EncodedChunk]:
     """Encode chunks of several prompts together; each gives the bytes it gives alone."""
     _check_pair(predictor, profile)
     fmt, c = profile.format, predictor.config
@@ -145,7 +152,8 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     run.commit()
     sums = [h.layer_checksums for h in headers]
     return [
-        DecodedChunk(layers, s, checksums.chain(t.identity.parent_digest, s)) for layers, s, t in zip(out, sums, tasks, strict=True)
+        DecodedChunk(layers, s, checksums.chain(t.identity.parent_digest, s))
+        for layers, s, t in zip(out, sums, tasks, strict=True)
     ]
 
 
@@ -157,7 +165,9 @@ class _CodedLayer:
     escapes: int
 
 
-def _encode_layer(profile: Profile, layer: int, truth: tuple[Tensor, Tensor], guess: tuple[Tensor, Tensor], ideal: bool) -> _CodedLayer:
+def _encode_layer(
+    profile: Profile, layer: int, truth: tuple[Tensor, Tensor], guess: tuple[Tensor, Tensor], ideal: bool
+) -> _CodedLayer:
     fmt, parts, floors, escapes = profile.format, [], [], 0
     for tensor in range(2):
         scales = profile.scales(layer, tensor)
@@ -175,7 +185,9 @@ def _decode_layer(
     fmt, row = profile.format, header.layers[layer]
     out = []
     for tensor, (name, want) in enumerate((("K", row.key_checksum), ("V", row.value_checksum))):
-        patterns = decode_tensor(streams[tensor], place(guess[tensor], profile.scales(layer, tensor), fmt), profile.model, fmt)
+        patterns = decode_tensor(
+            streams[tensor], place(guess[tensor], profile.scales(layer, tensor), fmt), profile.model, fmt
+        )
         values = fmt.tensor(patterns).view(tuple(guess[tensor].shape))
         if checksums.tensor_checksum(values, fmt) != want:
             raise errors.LayerMismatch(
@@ -203,11 +215,27 @@ class _Book:
 def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Book, sums: bytes) -> EncodedChunk:
     c, i = predictor.config, task.identity
     rows = tuple(
-        blobs.LayerHeader(c.kv_heads, c.head_dim, c.head_dim, len(k), len(v), sums[32 * n : 32 * n + 16], sums[32 * n + 16 : 32 * n + 32])
+        blobs.LayerHeader(
+            c.kv_heads,
+            c.head_dim,
+            c.head_dim,
+            len(k),
+            len(v),
+            sums[32 * n : 32 * n + 16],
+            sums[32 * n + 16 : 32 * n + 32],
+        )
         for n, (k, v) in enumerate(book.streams)
     )
     header = blobs.BlobHeader(
-        i.target, predictor.fingerprint, profile.id, i.prefix_key, i.parent_digest, i.first_token, len(task.token_ids), profile.format, rows
+        i.target,
+        predictor.fingerprint,
+        profile.id,
+        i.prefix_key,
+        i.parent_digest,
+        i.first_token,
+        len(task.token_ids),
+        profile.format,
+        rows,
     )
     data = blobs.pack(header, book.streams)
     bytes_k, bytes_v = sum(len(k) for k, _ in book.streams), sum(len(v) for _, v in book.streams)
@@ -231,9 +259,13 @@ def _check_truth(task: EncodeTask, fmt: NumberFormat, predictor: Predictor) -> N
     c, tokens = predictor.config, len(task.token_ids)
     shape = (c.kv_heads, tokens, c.head_dim)
     if tokens < 1 or len(task.truth) != c.layers:
-        raise errors.UserError(f"A chunk needs at least one token and {c.layers} layers; given were {tokens} and {len(task.truth)}.")
+        raise errors.UserError(
+            f"A chunk needs at least one token and {c.layers} layers; given were {tokens} and {len(task.truth)}."
+        )
     if task.identity.first_token != task.state.length:
-        raise errors.UserError(f"The chunk begins at token {task.identity.first_token}, but the predictor has seen {task.state.length}.")
+        raise errors.UserError(
+            f"The chunk begins at token {task.identity.first_token}, but the predictor has seen {task.state.length}."
+        )
     for n, pair in enumerate(task.truth):
         for name, tensor in zip("KV", pair, strict=True):
             if tuple(tensor.shape) != shape or tensor.dtype != fmt.dtype:
@@ -254,7 +286,9 @@ def _check_blob(predictor: Predictor, profile: Profile, task: DecodeTask) -> blo
         ("parent digest", header.parent_digest, want.parent_digest, errors.WrongParent),
     ):
         if got != expected:
-            raise error(f"Blob {key}: its {what} is {got.hex()[:16]} where {expected.hex()[:16]} is needed; it must not be decoded here.")
+            raise error(
+                f"Blob {key}: its {what} is {got.hex()[:16]} where {expected.hex()[:16]} is needed; it must not be decoded here."
+            )
     c = predictor.config
     shape = (c.layers, len(task.token_ids), task.state.length, want.first_token, profile.format)
     if (len(header.layers), header.tokens, header.first_token, header.first_token, header.format) != shape or any(

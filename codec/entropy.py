@@ -22,7 +22,11 @@ from codec.formats import NumberFormat
 from codec.residual import BLOCK, BLOCKS, WINDOW, CellModel, Freqs, Placement, zero_cell_frequencies
 
 SLICE = 1 << 15
-BACKEND = "constriction-ans24/" + constriction.__version__.split(".")[1] if hasattr(constriction, "__version__") else "constriction-ans24"
+BACKEND = (
+    "constriction-ans24/" + constriction.__version__.split(".")[1]
+    if hasattr(constriction, "__version__")
+    else "constriction-ans24"
+)
 
 _Ans = constriction.stream.stack.AnsCoder
 _Categorical = constriction.stream.model.Categorical
@@ -59,7 +63,9 @@ class Decoder:
 
     def __init__(self, stream: bytes) -> None:
         if len(stream) % 4:
-            raise CorruptBlob(f"A bitstream of {len(stream)} bytes is not a whole number of 32-bit words; the blob is corrupt.")
+            raise CorruptBlob(
+                f"A bitstream of {len(stream)} bytes is not a whole number of 32-bit words; the blob is corrupt."
+            )
         try:
             self._coder = _Ans(np.frombuffer(stream, dtype="<u4").astype(np.uint32))
         except ValueError as error:
@@ -140,7 +146,9 @@ def _decode_slice(coder: Decoder, where: Placement, model: CellModel, fmt: Numbe
     grid = kept.grid[zero]
     binade = coder.categorical(zero_cell_frequencies(grid, fmt))
     offset = coder.uniform(cells.zero_cell_sizes(binade, grid, fmt))
-    decoded[zero] = cells.zero_cell_ordinal(binade, offset, grid, fmt) | ((n[zero] == -1).astype(np.int64) << (fmt.bits - 1))
+    decoded[zero] = cells.zero_cell_ordinal(binade, offset, grid, fmt) | (
+        (n[zero] == -1).astype(np.int64) << (fmt.bits - 1)
+    )
     out = np.empty(len(where.mean), np.int64)
     out[inside] = decoded
     escaped = int(len(inside) - np.count_nonzero(inside))

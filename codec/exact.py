@@ -19,6 +19,7 @@ from torch import Tensor
 
 from codec.errors import InexactBackend
 
+EXACT_REDUCTIONS = ("product", "row_sum")  # the only functions that add values up; their callers state the bound
 MANTISSA = 53  # integers of up to 53 bits are exact in float64
 E4M3_MAX = 448.0
 E4M3_UNITS = 18  # |e4m3 value| < 2**18 in units of 2**-9
@@ -42,7 +43,9 @@ def bound(name: str, *bits: float) -> None:
     Raises InexactBackend with the name of the reduction otherwise.
     """
     if sum(bits) > MANTISSA:
-        raise InexactBackend(f"The sum '{name}' may need {sum(bits):.1f} bits, more than the {MANTISSA} that float64 holds exactly.")
+        raise InexactBackend(
+            f"The sum '{name}' may need {sum(bits):.1f} bits, more than the {MANTISSA} that float64 holds exactly."
+        )
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -145,13 +148,17 @@ def prove_backend(device: torch.device | str = "cpu") -> None:
     a[2] = torch.arange(k, device=device).to(torch.float64) * 56.0 - 114688.0
     exact = [[sum(int(x) * int(y) for x, y in zip(r, s, strict=True)) for s in a.tolist()] for r in a.tolist()]
     if product(a, a.T.contiguous()).tolist() != [[float(v) for v in row] for row in exact]:
-        raise InexactBackend(f"A float64 product of integers on {device} differs from integer arithmetic; this backend must not code.")
+        raise InexactBackend(
+            f"A float64 product of integers on {device} differs from integer arithmetic; this backend must not code."
+        )
     grid = torch.arange(0, 127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float32)
     middle = (grid[1:] + grid[:-1]) * 0.5
     even = (torch.arange(1, 127, device=device) & 1) == 0
     rounded = torch.where(even, grid[1:], grid[:-1])
     if not torch.equal(middle.to(torch.float8_e4m3fn).to(torch.float32), rounded):
-        raise InexactBackend(f"The cast to FP8 e4m3 on {device} does not round half to even; this backend must not code.")
+        raise InexactBackend(
+            f"The cast to FP8 e4m3 on {device} does not round half to even; this backend must not code."
+        )
     probe = torch.tensor([1.00390625, 1.01171875, -1.00390625, 65535.0], device=device).to(torch.bfloat16)
     if probe.view(torch.int16).tolist() != [0x3F80, 0x3F82, 0x3F80 - 0x8000, 0x4780]:
         raise InexactBackend(f"The cast to bf16 on {device} does not round half to even; this backend must not code.")

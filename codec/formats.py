@@ -40,7 +40,9 @@ class NumberFormat:
     def patterns(self, values: Tensor) -> NDArray[np.int64]:
         """Bit patterns of a tensor of this dtype, any shape, as non-negative int64 in a contiguous array."""
         if values.dtype != self.dtype:
-            raise UnsupportedFormat(f"A tensor of {values.dtype} was given where the cache format is {self.name} ({self.dtype}).")
+            raise UnsupportedFormat(
+                f"A tensor of {values.dtype} was given where the cache format is {self.name} ({self.dtype})."
+            )
         raw = values.detach().contiguous().cpu().view(torch.int16).numpy()
         return raw.astype(np.int64) & ((1 << self.bits) - 1)
 
@@ -65,7 +67,9 @@ def number_format(name: str) -> NumberFormat:
     try:
         return FORMATS[name]
     except KeyError:
-        raise UnsupportedFormat(f"Cache format '{name}' is unknown; supported are {', '.join(sorted(FORMATS))}.") from None
+        raise UnsupportedFormat(
+            f"Cache format '{name}' is unknown; supported are {', '.join(sorted(FORMATS))}."
+        ) from None
 
 
 def format_by_code(code: int) -> NumberFormat | None:

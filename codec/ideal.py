@@ -26,7 +26,9 @@ def ideal_bits(patterns: Ints, guess: Tensor, sigma: NDArray[np.float64], fmt: N
     o = np.where(finite, ordinal, 0)
     value = _magnitude(o, fmt)
     above = (_magnitude(np.minimum(o + 1, fmt.first_nonfinite - 1), fmt) + value) / 2
-    below = torch.where(torch.from_numpy(o > 0), (_magnitude(np.maximum(o - 1, 0), fmt) + value) / 2, torch.zeros_like(value))
+    below = torch.where(
+        torch.from_numpy(o > 0), (_magnitude(np.maximum(o - 1, 0), fmt) + value) / 2, torch.zeros_like(value)
+    )
     sign = torch.from_numpy(np.where(patterns >> (fmt.bits - 1) == 1, -1.0, 1.0))
     deviation = torch.from_numpy(np.ascontiguousarray(np.broadcast_to(sigma, patterns.shape)))
     mean = guess.cpu().double()

@@ -33,14 +33,22 @@ def hash_fields(domain: str, *fields: bytes) -> bytes:
 
 
 def root_key(
-    *, target: bytes, cache_format: str, chunk_tokens: int, rope_regime: str = "", scales: bytes = b"", salt: bytes = b""
+    *,
+    target: bytes,
+    cache_format: str,
+    chunk_tokens: int,
+    rope_regime: str = "",
+    scales: bytes = b"",
+    salt: bytes = b"",
 ) -> bytes:
     """The key of the empty prefix: all that a prefix's key depends on but its tokens.
 
     target: the 32-byte target fingerprint (weights, config, adapters, dtype); salt: a tenant's secret, any length.
     """
     number = chunk_tokens.to_bytes(8, "little")
-    return hash_fields("kv-root", bytes([KEY_VERSION]), salt, target, cache_format.encode(), scales, rope_regime.encode(), number)
+    return hash_fields(
+        "kv-root", bytes([KEY_VERSION]), salt, target, cache_format.encode(), scales, rope_regime.encode(), number
+    )
 
 
 def chunk_keys(root: bytes, token_ids: Sequence[int] | NDArray[np.integer], chunk_tokens: int) -> list[bytes]:

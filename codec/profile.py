@@ -63,7 +63,7 @@ class Profile:
 
     @property
     def loop(self) -> str:
-        """"open": the predictor never sees decoded values."""
+        """ "open": the predictor never sees decoded values."""
         return self.facts.loop
 
     @property
@@ -97,7 +97,11 @@ class Profile:
     def to_bytes(self) -> bytes:
         """Canonical bytes."""
         facts = json.dumps(asdict(self.facts), sort_keys=True, separators=(",", ":"))
-        tensors = {"grid": self.grid.astype("<i2"), "reciprocal": self.reciprocal.astype("<i4"), "table": self.table.astype("<i8")}
+        tensors = {
+            "grid": self.grid.astype("<i2"),
+            "reciprocal": self.reciprocal.astype("<i4"),
+            "table": self.table.astype("<i8"),
+        }
         data: bytes = safetensors.numpy.save(tensors, {"profile": facts})
         return data
 
@@ -120,7 +124,9 @@ class Profile:
         except ProfileError:
             raise
         except Exception as error:  # a hostile file can fail in many ways inside the parsers
-            raise ProfileError(f"The stored profile cannot be read ({type(error).__name__}: {error}); it is corrupt or of another version.") from None
+            raise ProfileError(
+                f"The stored profile cannot be read ({type(error).__name__}: {error}); it is corrupt or of another version."
+            ) from None
         return profile
 
     def _check(self) -> None:
@@ -128,13 +134,30 @@ class Profile:
         if f.version != PROFILE_VERSION:
             raise ProfileError(f"The profile has version {f.version}; this release reads version {PROFILE_VERSION}.")
         if f.coder != BACKEND:
-            raise ProfileError(f"The profile was made for coder '{f.coder}'; this installation has '{BACKEND}', which codes other bits.")
+            raise ProfileError(
+                f"The profile was made for coder '{f.coder}'; this installation has '{BACKEND}', which codes other bits."
+            )
         shape = (f.layers, 2, f.kv_heads, f.head_dim)
-        if self.grid.shape != shape or self.reciprocal.shape != shape or self.grid.dtype != np.int16 or self.reciprocal.dtype != np.int32:
+        if (
+            self.grid.shape != shape
+            or self.reciprocal.shape != shape
+            or self.grid.dtype != np.int16
+            or self.reciprocal.dtype != np.int32
+        ):
             raise ProfileError(f"The profile's scales do not have the shape {shape} that it states.")
         top = (fmt.first_nonfinite >> fmt.mantissa) + fmt.emin - 2 - fmt.mantissa
-        if self.grid.min() < fmt.emin or self.grid.max() > top or self.reciprocal.min() < 1 or self.reciprocal.max() > 1 << 20:
+        if (
+            self.grid.min() < fmt.emin
+            or self.grid.max() > top
+            or self.reciprocal.min() < 1
+            or self.reciprocal.max() > 1 << 20
+        ):
             raise ProfileError("The profile's scales are out of range.")
         table = self.table
-        if table.shape != (2 * TABLE_REACH + 1,) or table[0] != 0 or table[-1] != 1 << TABLE_BITS or bool((np.diff(table) < 0).any()):
+        if (
+            table.shape != (2 * TABLE_REACH + 1,)
+            or table[0] != 0
+            or table[-1] != 1 << TABLE_BITS
+            or bool((np.diff(table) < 0).any())
+        ):
             raise ProfileError("The profile's table of probabilities is malformed.")

@@ -18,6 +18,7 @@ from torch import Tensor
 from codec import cells
 from codec.cells import FRACTION, Ints
 from codec.formats import NumberFormat
+from codec.kernels import block_rows, cell_rows
 
 Freqs = NDArray[np.float32]  # integer values; the type is the one the coder takes
 
@@ -40,12 +41,14 @@ class ChannelScales:
     grid: Ints
     reciprocal: Ints
 
-    def sigma(self) -> NDArray[np.float64]:
+    def sigma(self) -> NDArray[np.float64]:  # exact: for reports only
         """The standard deviation these integers stand for, [kv_heads, 1, head_dim]; for reports, not for coding."""
         return np.ldexp(1.0 / self.reciprocal.astype(np.float64), self.grid + RECIPROCAL_BITS)
 
 
-def quantise_scales(sigma: NDArray[np.float64], fmt: NumberFormat) -> ChannelScales:
+def quantise_scales(  # exact: runs once, at calibration
+    sigma: NDArray[np.float64], fmt: NumberFormat
+) -> ChannelScales:
     """Calibrated standard deviations [kv_heads, head_dim] as integers. Runs once, at calibration."""
     sigma = np.clip(np.nan_to_num(sigma, nan=1.0, posinf=2.0**60, neginf=1.0), 1e-6, 2.0**60)[:, None, :]
     top = (fmt.first_nonfinite >> fmt.mantissa) + fmt.emin - 2 - fmt.mantissa
@@ -54,7 +57,7 @@ def quantise_scales(sigma: NDArray[np.float64], fmt: NumberFormat) -> ChannelSca
     return ChannelScales(grid, np.clip(reciprocal, 1, 1 << 20))
 
 
-def gaussian_table() -> Ints:
+def gaussian_table() -> Ints:  # exact: runs once, at calibration; then it is data of the profile
     """Cumulative normal distribution at z = i / 2**STEP_BITS, |i| <= TABLE_REACH, scaled to 0 .. 2**TABLE_BITS.
 
     It comes from the platform's erfc, so it is computed once, at calibration, and then is data of the profile.
@@ -94,12 +97,49 @@ def place(guess: Tensor, scales: ChannelScales, fmt: NumberFormat) -> Placement:
 
 
 class CellModel:
-    """Frequencies of symbols: float32 rows of integers f - 1, which sum to 2**PRECISION - (symbols), for each scalar."""
+    """Frequencies of symbols: float32 rows of integers f - 1, which sum to 2**PRECISION - (symbols), for each scalar.
 
-    def __init__(self, table: Ints, fmt: NumberFormat) -> None:
-        self._table = table
+    `reference` chooses the plain array code instead of the compiled loops; both give the same integers.
+    """
+
+    def __init__(self, table: Ints, fmt: NumberFormat, reference: bool = False) -> None:
+        self._table = np.ascontiguousarray(table, dtype=np.int64)
         self._edges = cells.edge_table(fmt)
         self._limit = cells.cell_limit(fmt)
+        self._reference = reference
+
+    def block_frequencies(self, where: Placement) -> Freqs:
+        """[scalars, BLOCKS + 1]: the blocks of the window, which share what lies outside it, then the escape."""
+        total = (1 << PRECISION) - (BLOCKS + 1) - ESCAPE
+        out = np.empty((len(where.start), BLOCKS + 1), dtype=np.float32)
+        if not self._reference:
+            constants = np.array([BLOCK, total, ESCAPE, TABLE_BITS, _FAR, _SHIFT, TABLE_REACH], dtype=np.int64)
+            block_rows(where.start, where.mean, where.reciprocal, self._edges, self._table, constants, out)
+            return out
+        inner = (self._cumulative(where, where.start + BLOCK, BLOCK, BLOCKS - 1) * total) >> TABLE_BITS
+        out[:, 0] = inner[:, 0]
+        out[:, 1 : BLOCKS - 1] = inner[:, 1:] - inner[:, :-1]
+        out[:, BLOCKS - 1] = total - inner[:, -1]
+        out[:, BLOCKS] = ESCAPE
+        return out
+
+    def cell_frequencies(self, where: Placement, block: Ints) -> Freqs:
+        """[scalars, BLOCK]: the cells of each scalar's block."""
+        total, first = (1 << PRECISION) - BLOCK, where.start + block * BLOCK
+        if not self._reference:
+            out = np.empty((len(first), BLOCK), dtype=np.float32)
+            constants = np.array([BLOCK, total, _FAR, _SHIFT, TABLE_REACH], dtype=np.int64)
+            cell_rows(first, where.mean, where.reciprocal, self._edges, self._table, constants, out)
+            return out
+        at = self._cumulative(where, first, 1, BLOCK + 1)
+        low, mass = at[:, :1], at[:, -1:] - at[:, :1]
+        flat = mass == 0  # too far out for the table to tell the cells apart
+        at = np.where(flat, np.arange(BLOCK + 1, dtype=np.int64), at - low)
+        # one rounding each in float64, and monotone: the same integers everywhere
+        ratio = np.float64(total) / np.where(flat, BLOCK, mass).astype(np.float64)
+        inner = np.minimum(np.floor(at.astype(np.float64) * ratio), float(total))
+        inner[:, -1] = float(total)
+        return np.diff(inner, axis=1).astype(np.float32)
 
     def _cumulative(self, where: Placement, first: Ints, stride: int, count: int) -> Ints:
         """Table values at the edges of cells first, first + stride, … (`count` of them): [scalars, count]."""
@@ -109,31 +149,8 @@ class CellModel:
         distance *= where.reciprocal[:, None]
         distance >>= _SHIFT
         np.clip(distance, -TABLE_REACH, TABLE_REACH, out=distance)
-        return self._table[distance + TABLE_REACH]
-
-    def block_frequencies(self, where: Placement) -> Freqs:
-        """[scalars, BLOCKS + 1]: the blocks of the window, which share what lies outside it, then the escape."""
-        total = (1 << PRECISION) - (BLOCKS + 1) - ESCAPE
-        inner = (self._cumulative(where, where.start + BLOCK, BLOCK, BLOCKS - 1) * total) >> TABLE_BITS
-        out = np.empty((len(inner), BLOCKS + 1), dtype=np.float32)
-        out[:, 0] = inner[:, 0]
-        out[:, 1 : BLOCKS - 1] = inner[:, 1:] - inner[:, :-1]
-        out[:, BLOCKS - 1] = total - inner[:, -1]
-        out[:, BLOCKS] = ESCAPE
-        return out
-
-    def cell_frequencies(self, where: Placement, block: Ints) -> Freqs:
-        """[scalars, BLOCK]: the cells of each scalar's block."""
-        total = (1 << PRECISION) - BLOCK
-        at = self._cumulative(where, where.start + block * BLOCK, 1, BLOCK + 1)
-        low, mass = at[:, :1], at[:, -1:] - at[:, :1]
-        flat = mass == 0  # too far out for the table to tell the cells apart
-        at = np.where(flat, np.arange(BLOCK + 1, dtype=np.int64), at - low)
-        # one rounding each in float64, and monotone: the same integers everywhere
-        ratio = np.float64(total) / np.where(flat, BLOCK, mass).astype(np.float64)
-        inner = np.minimum(np.floor(at.astype(np.float64) * ratio), float(total))
-        inner[:, -1] = float(total)
-        return np.diff(inner, axis=1).astype(np.float32)
+        values: Ints = self._table[distance + TABLE_REACH]
+        return values
 
 
 def zero_cell_frequencies(grid: Ints, fmt: NumberFormat) -> Freqs:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console  # noqa: E402
+from rich.console import Console
 
-from codec.errors import KVCodecError, UserError  # noqa: E402
-from pipeline.options import CACHE_FORMATS, DEVICES, LOOPS, PREDICTORS, Options  # noqa: E402
+from codec.errors import KVCodecError, UserError
+from pipeline.options import CACHE_FORMATS, DEVICES, LOOPS, PREDICTORS, Options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,26 +28,27 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="compress_corpus.py", description="Compress the KV caches of a corpus of prompts into a store."
     )
-    p.add_argument("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target: a folder, a GGUF file or a hub id")
-    p.add_argument("--corpus", required=True, metavar="URI", help="JSONL (.gz) or Parquet: a file, a folder or a glob; s3:// too")
-    p.add_argument("--store", required=True, metavar="URI", help="a folder or s3://bucket/prefix; made if it is not there")
-    p.add_argument("--predictor", default="fp8", choices=PREDICTORS, help="the rung of the ladder (default: fp8)")
-    p.add_argument("--loop", default="open", choices=LOOPS, help="whether the predictor sees decoded values (default: open)")
-    p.add_argument("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
-    p.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens of a chunk, and of a prefill step (default: 256)")
-    p.add_argument("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: a sample of the corpus)")
-    p.add_argument("--actors", type=int, metavar="N", help="encode actors (default: as many as fit)")
-    p.add_argument("--device", default="auto", choices=DEVICES, help="where the target runs (default: cuda if Ray has GPUs)")
-    p.add_argument("--gpus-per-actor", type=float, metavar="X", help="a fraction of a GPU, or several GPUs (default: 1)")
-    p.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
-    p.add_argument("--max-tokens", type=int, metavar="N", help="cut prompts after N tokens")
-    p.add_argument("--skip-bad", action="store_true", help="report and count bad records instead of refusing the corpus")
-    p.add_argument("--salt-env", metavar="NAME", help="environment variable with a tenant's salt for the chunk keys")
-    p.add_argument("--verify", default="all", metavar="all|sample:F|none", help="which new chunks to decode again (default: all)")
-    p.add_argument("--dry-run", action="store_true", help="say what would be done; load no weights, write nothing")
-    p.add_argument("--shared-fs", action="store_true", help="a local store path is the same file system on every node")
-    p.add_argument("--report", metavar="FILE.json", help="write the figures as JSON")
-    p.add_argument("--debug", action="store_true", help="show tracebacks")
+    add = p.add_argument
+    add("--model", required=True, metavar="MODEL", help="the target: a folder, a GGUF file or a hub id")
+    add("--corpus", required=True, metavar="URI", help="JSONL (.gz) or Parquet: a file, folder or glob, local or s3://")
+    add("--store", required=True, metavar="URI", help="a folder or s3://bucket/prefix; made if it is not there")
+    add("--predictor", default="fp8", choices=PREDICTORS, help="the rung of the ladder (default: fp8)")
+    add("--loop", default="open", choices=LOOPS, help="whether the predictor sees decoded values (default: open)")
+    add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    add("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk and a prefill step (default: 256)")
+    add("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: some of the corpus)")
+    add("--actors", type=int, metavar="N", help="encode actors (default: as many as fit)")
+    add("--device", default="auto", choices=DEVICES, help="where the target runs (default: cuda if Ray has GPUs)")
+    add("--gpus-per-actor", type=float, metavar="X", help="a fraction of a GPU, or several GPUs (default: 1)")
+    add("--limit", type=int, metavar="N", help="only the first N prompts")
+    add("--max-tokens", type=int, metavar="N", help="cut prompts after N tokens")
+    add("--skip-bad", action="store_true", help="report and count bad records instead of refusing the corpus")
+    add("--salt-env", metavar="NAME", help="environment variable with a tenant's salt for the chunk keys")
+    add("--verify", default="all", metavar="all|sample:F|none", help="new chunks to decode again (default: all)")
+    add("--dry-run", action="store_true", help="say what would be done; load no weights, write nothing")
+    add("--shared-fs", action="store_true", help="a local store path is the same file system on every node")
+    add("--report", metavar="FILE.json", help="write the figures as JSON")
+    add("--debug", action="store_true", help="show tracebacks")
     return p
 
 

@@ -6,6 +6,7 @@ offers it; of several jobs that do so at once one wins, and the others go on wit
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import json
@@ -99,7 +100,7 @@ def offer_profile(job: Job, profile_id: bytes) -> Job:
     job.store.put_new(profile_config_path(config_hash(job)), profile_id.hex().encode())
     found = find_profile(job)
     if found is None:
-        raise DataError(f"{job.store.uri}: the profile that was just named is gone; is something deleting from the store?")
+        raise DataError(f"{job.store.uri}: the profile that was just named is gone again; run the job again")
     return found
 
 
@@ -122,7 +123,8 @@ class Calibrator:
     def build(self) -> bytes:
         """Build the predictor from the target's weights, put it into the store, return its fingerprint."""
         target = self._loaded()
-        weights = {name: tensor.cpu() for name, tensor in target.weights().items()}  # built alike wherever the target is
+        # On the CPU wherever the target is, so that the predictor is the same.
+        weights = {name: tensor.cpu() for name, tensor in target.weights().items()}
         predictor = codec.build_predictor(
             target.config, weights, kind=self._job.predictor_kind, bf16=self._job.cache_format == "bf16"
         )
@@ -152,9 +154,7 @@ class Calibrator:
     def freeze(self, moments: codec.Moments) -> bytes:
         """Freeze merged moments into a profile, put it into the store, return its id."""
         job = self._job
-        profile = codec.freeze(
-            self._ready(), job.target, job.cache_format, moments, prefill_tokens=job.chunk_tokens
-        )
+        profile = codec.freeze(self._ready(), job.target, job.cache_format, moments, prefill_tokens=job.chunk_tokens)
         job.store.put_new(profile_path(profile.id), profile.to_bytes())
         return profile.id
 
@@ -190,7 +190,7 @@ def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, 
         fingerprint = ray.get(pool[0].build.remote())
         ray.get([actor.load.remote(fingerprint) for actor in pool])
         measured = _measure_all(ray, pool, samples)
-        moments = measured[0]
+        moments = copy.deepcopy(measured[0])  # arrays that come out of Ray's object store are read-only
         for other in measured[1:]:
             moments.add(other)
         profile_id = ray.get(pool[0].freeze.remote(moments))

@@ -69,7 +69,8 @@ def read_checksums(store: Store, part: str) -> dict[bytes, bytes]:
     try:
         table = pq.read_table(pa.BufferReader(data), columns=["key", "layer_checksums"])
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise DataError(f"the index part {store.uri}/{part} is no readable Parquet file ({type(error).__name__})") from error
+        place = f"{store.uri}/{part}"
+        raise DataError(f"the index part {place} is no readable Parquet file ({type(error).__name__})") from error
     return dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
 
 

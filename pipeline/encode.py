@@ -1,7 +1,7 @@
 """Encoding a prompt chunk by chunk into a store: the chain rule of DESIGN 8, without Ray.
 
-Chunk n is coded against the true bits of the chunks before it. So wherever a blob is found in place of what was about to
-be computed (stored earlier, or another process was faster), the target's cache and the predictor's state continue
+Chunk n is coded against the true bits of the chunks before it. So wherever a blob is found in place of what was about
+to be computed (stored earlier, or another process was faster), the target's cache and the predictor's state continue
 from the bits in that blob, not from this process' own.
 """
 
@@ -131,9 +131,19 @@ class ChainEncoder:
             stats, checksums, digest = self._continue_from(blob, ids, identity, path)
             encoded = None
         self._chain.append(Link(key, first + len(ids), digest))
-        before = keys[index - 1] if index else None
         return Stored(
-            key, before, index, first, len(ids), outcome, stats, encoded is not None, len(blob), checksums, parent, digest
+            key=key,
+            parent_key=keys[index - 1] if index else None,
+            index=index,
+            first_token=first,
+            tokens=len(ids),
+            outcome=outcome,
+            stats=stats,
+            has_ideal=encoded is not None,
+            stored_bytes=len(blob),
+            layer_checksums=checksums,
+            parent_digest=parent,
+            chain_digest=digest,
         )
 
     def _compute(
@@ -143,8 +153,8 @@ class ChainEncoder:
         encoded = codec.encode(self._predictor, self._profile, self._state, ids, truth, identity, ideal=True)
         if lost is not None and encoded.chain_digest != lost:
             raise DataError(
-                f"the blob {self._job.store.uri}/{path} is gone, and computed again it holds other bits than its index row "
-                "says; the chunks after it cannot follow from them: use a new store, or recompute this model's chunks"
+                f"the blob {self._job.store.uri}/{path} is gone, and computed again it holds other bits than its index "
+                "row says, from which the chunks after it cannot follow; use a new store for this model"
             )
         return encoded
 
@@ -161,9 +171,7 @@ class ChainEncoder:
         self, blob: bytes, ids: torch.Tensor, identity: codec.ChunkIdentity, path: str
     ) -> tuple[codec.ChunkStats, bytes, bytes]:
         self._state.truncate(identity.first_token)  # encoding has advanced it along bits that are not the stored ones
-        decoded = decode_blob(
-            self._job.store, path, self._predictor, self._profile, self._state, ids, blob, identity
-        )
+        decoded = decode_blob(self._job.store, path, self._predictor, self._profile, self._state, ids, blob, identity)
         self._target.replace(self._cache, identity.first_token, decoded.layers)
         return stats_of(blob, decoded), decoded.layer_checksums, decoded.chain_digest
 

@@ -71,7 +71,7 @@ def estimate(
         new_tokens=plan.new_tokens,
         raw_bytes=raw,
         expected_bytes=int(raw / ratio),
-        expected_bytes_from=f"{len(rows)} chunks stored before" if stored else "a guess: nothing of this model is stored",
+        expected_bytes_from=f"{len(rows)} chunks stored before" if stored else "a guess, as nothing is stored yet",
         expected_seconds=seconds,
         expected_seconds_from="a guess from the model's size",
     )

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from codec.errors import UserError
+from pipeline.gguf_file import matrix_types
 
 ACCEPTED = "a folder with config.json and *.safetensors, a *.gguf file, or a hub id like org/name"
 CACHE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +33,6 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _VOLATILE = {"_name_or_path", "_model_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 _DOMAIN = b"kv-cache target 1\0"
 _READ = 1 << 22
-_GGUF_VERSIONS = (2, 3)
 _T = TypeVar("_T")
 
 
@@ -71,12 +71,14 @@ def resolve_model(spec: str | os.PathLike[str]) -> ModelSource:
     """
     text = os.fspath(spec)
     path = Path(text).expanduser()
+    if not text:
+        raise UserError(f"the model '' names nothing; accepted are {ACCEPTED}")
     if path.is_dir():
         return _resolve_folder(path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise UserError(f"the model {text!r} is a file that is not *.gguf; accepted are {ACCEPTED}")
-        _check_gguf(path)
+        matrix_types(path)
         return ModelSource("gguf", str(path.resolve()), path.stem)
     if _HUB_ID.fullmatch(text) and not text.lower().endswith(".gguf"):
         repo, _, revision = text.partition("@")
@@ -248,7 +250,7 @@ def resolve_cache_format(source: ModelSource, cache_format: str | None = None) -
         return cache_format
     if cache_format not in (None, "auto"):
         raise UserError(f"the cache dtype {cache_format!r} is unknown; pass bf16 or fp16")
-    own = _gguf_dtype(source.path) if source.kind == "gguf" else _config_dtype(source)
+    own = _gguf_dtype(Path(source.path)) if source.kind == "gguf" else _config_dtype(source)
     for name, dtype in CACHE_DTYPES.items():
         if own == str(dtype).removeprefix("torch."):
             return name
@@ -263,31 +265,11 @@ def _config_dtype(source: ModelSource) -> str:
     return "unknown"
 
 
-@functools.lru_cache(maxsize=16)
-def _gguf_dtype(path: str) -> str:
-    """The dtype of the matrices in a GGUF file when they are stored plain; bfloat16 when they are quantised."""
-    from gguf import GGUFReader
-
-    source = ModelSource("gguf", path, Path(path).stem)
-    kinds = hf_call(source, lambda: {t.tensor_type.name for t in GGUFReader(path).tensors if len(t.shape) > 1})
+def _gguf_dtype(path: Path) -> str:
+    """The dtype of a GGUF file's matrices when they are stored plain; bfloat16 when they are quantised."""
+    kinds = matrix_types(path)
     plain = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     return plain.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
-
-
-def _check_gguf(path: Path) -> None:
-    """Refuse at once what is no GGUF file; the rest of its structure is checked when it is read."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(24)
-    except OSError as error:
-        raise UserError(f"the model file {str(path)!r} cannot be read ({error.strerror})") from error
-    if head[:4] != b"GGUF":
-        raise UserError(f"the model file {str(path)!r} is no GGUF file: it does not begin with the letters GGUF")
-    if len(head) < 24:
-        raise UserError(f"the GGUF file {str(path)!r} is truncated: it ends within its header")
-    version = struct.unpack("<I", head[4:8])[0]
-    if version not in _GGUF_VERSIONS:
-        raise UserError(f"the GGUF file {str(path)!r} has version {version}; accepted are little-endian 2 and 3")
 
 
 # ---------------------------------------------------------------- calling transformers

@@ -122,5 +122,5 @@ class Display:
         """Read the counts; a display must never end a job, so a failing board only leaves it still."""
         try:
             return self._read()
-        except Exception:  # noqa: BLE001
+        except Exception:
             return None

@@ -215,4 +215,5 @@ def _load_part(store: Store, part: str) -> pa.ChunkedArray:
     try:
         return pq.read_table(io.BytesIO(data), columns=["token_ids"]).column("token_ids").combine_chunks()
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"the prompts part {store.uri}/{part} is no readable Parquet file ({type(error).__name__})") from error
+        place = f"{store.uri}/{part}"
+        raise DataError(f"the prompts part {place} is no readable Parquet file ({type(error).__name__})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,12 +51,12 @@ def connected(actors: int | None) -> Iterator[Cluster]:
     What was started here is ended again; a cluster that was joined is only left.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    ray: Any = importlib.import_module("ray")
-    started_here = not ray.is_initialized()
-    embedded = started_here and not os.environ.get("RAY_ADDRESS")
-    if started_here:
-        _init(ray, embedded, actors)
+    with _without_ray_noise():
+        ray: Any = importlib.import_module("ray")
+        started_here = not ray.is_initialized()
+        embedded = started_here and not os.environ.get("RAY_ADDRESS")
+        if started_here:
+            _init(ray, embedded, actors)
     try:
         _quieten()
         total = ray.cluster_resources()
@@ -66,8 +67,29 @@ def connected(actors: int | None) -> Iterator[Cluster]:
             ray.shutdown()
 
 
+@contextmanager
+def _without_ray_noise() -> Iterator[None]:
+    """Keep Ray's C++ side from writing to the terminal, unless RAY_BACKEND_LOG_LEVEL says what is wanted.
+
+    It logs the level itself, and later an error for every actor pool of Ray Data, whatever Python's loggers are told.
+    """
+    if os.environ.get("RAY_BACKEND_LOG_LEVEL"):
+        yield
+        return
+    os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _init(ray: Any, embedded: bool, actors: int | None) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if embedded:
         # More logical CPUs than cores: if the actors took every slot, the stages that feed them could never run.
         cpus = max(os.cpu_count() or 1, 2 * (actors or 1)) + IO_SLOTS
@@ -102,7 +124,7 @@ def _quieten() -> None:
 
 
 def choose_device(device: str, cluster: Cluster) -> str:
-    """"cpu" or "cuda" for `auto`, and a check that there are GPUs when they are asked for.
+    """ "cpu" or "cuda" for `auto`, and a check that there are GPUs when they are asked for.
 
     Raises:
         UserError: no GPU in the cluster.

@@ -97,7 +97,7 @@ def make_report(plan: Plan, outcome: Outcome, *, profile_bytes: int, bad_records
 
 
 def _per_prompt(plan: Plan, figures: Mapping[bytes, ChunkFigures]) -> list[dict[str, Any]]:
-    """One entry a prompt: sizes of all its chunks, and how many were new, seen in an earlier prompt, or stored before."""
+    """An entry a prompt: sizes of all its chunks; how many were new, in an earlier prompt too, or stored before."""
     entries = []
     seen: set[bytes] = set()
     for prompt in plan.prompts:
@@ -139,14 +139,17 @@ def _per(a: float, b: float) -> float | None:
 # ---------------------------------------------------------------- showing it
 def show_report(console: Console, report: Mapping[str, Any], title: str) -> None:
     """The table at the end of a run."""
+    bits = (
+        f"{_number(report['bits_per_scalar'], 3)} (K {_number(report['bits_k'], 3)}, V {_number(report['bits_v'], 3)})"
+    )
     rows = [
         ("prompts", f"{report['prompts']:,}"),
         ("tokens", f"{report['tokens']:,}"),
-        ("chunks", f"{report['chunks_new']:,} new, {report['chunks_shared']:,} shared, {report['chunks_skipped']:,} skipped"),
+        ("chunks", _chunks(report)),
         ("raw bytes", f"{report['raw_bytes']:,}"),
         ("stored bytes", f"{report['stored_bytes']:,} (and a profile of {report['profile_bytes']:,})"),
         ("ratio", f"{_number(report['ratio'], 2)}x ({_number(report['ratio_with_profile'], 2)}x with the profile)"),
-        ("bits a scalar", f"{_number(report['bits_per_scalar'], 3)} (K {_number(report['bits_k'], 3)}, V {_number(report['bits_v'], 3)})"),
+        ("bits a scalar", bits),
         ("ideal code length", f"{_number(report['ideal_bits_per_scalar'], 3)} bits a scalar"),
         ("target alone", f"{_number(report['target_tokens_per_s'], 1)} tokens/s an actor"),
         ("with compression", f"{_number(report['tokens_per_s'], 1)} tokens/s an actor"),
@@ -162,7 +165,7 @@ def show_estimate(console: Console, found: Estimate, title: str) -> None:
     rows = [
         ("prompts", f"{found.prompts:,}"),
         ("tokens", f"{found.tokens:,} ({found.new_tokens:,} in new chunks)"),
-        ("chunks", f"{found.chunks_new:,} new, {found.chunks_shared:,} shared, {found.chunks_skipped:,} skipped"),
+        ("chunks", _chunks(found.to_dict())),
         ("raw bytes", f"{found.raw_bytes:,} of the new chunks"),
         ("expected bytes", f"{found.expected_bytes:,} ({found.expected_bytes_from})"),
         ("expected time", f"{duration(found.expected_seconds)} ({found.expected_seconds_from})"),
@@ -194,6 +197,11 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _chunks(figures: Mapping[str, Any]) -> str:
+    new, shared, skipped = (figures[f"chunks_{name}"] for name in ("new", "shared", "skipped"))
+    return f"{new:,} new, {shared:,} shared, {skipped:,} skipped"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -34,7 +34,7 @@ from pipeline.ray_runtime import Cluster, Pools
 from pipeline.report import Outcome, say
 from pipeline.store import Store
 from pipeline.target import check_cache, context_length
-from pipeline.work import Device, GroupResult, Job, load_profile, make_group
+from pipeline.work import Device, GroupResult, Job, make_group
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
 ACTOR_BYTES = 1 << 30  # and what it needs besides
@@ -123,17 +123,13 @@ def prepare(options: Options) -> Prepared:
 def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
     options, job = prepared.options, prepared.job
     start = time.monotonic()
-    ray_runtime.check_shared(
-        cluster, store_is_local=job.store.is_local, shared_fs=options.shared_fs, uri=job.store.uri
-    )
+    ray_runtime.check_shared(cluster, store_is_local=job.store.is_local, shared_fs=options.shared_fs, uri=job.store.uri)
     device = ray_runtime.choose_device(options.device, cluster)
     admitted = _admit(prepared, prepared.files, cluster, consoles)
     found = find_profile(job) if prepared.stored else None
     job = found or job
     before = find_committed(job, _keys(admitted.prompts)) if found else Committed.none()
-    plan = make_plan(
-        admitted.prompts, job.chunk_tokens, stored=frozenset(before.figures), lost=frozenset(before.lost)
-    )
+    plan = make_plan(admitted.prompts, job.chunk_tokens, stored=frozenset(before.figures), lost=frozenset(before.lost))
     pools = _pools(prepared, cluster, device, plan)
     if options.dry_run:
         return _dry_run(prepared, plan, before, pools, device, consoles)
@@ -261,7 +257,8 @@ def _compute(
             num_gpus=pools.verify_gpus,
             compute=data.ActorPoolStrategy(size=max(1, pools.verifiers)),
         )
-    say(consoles.notes, f"compressing {len(plan.new):,} chunks in {len(groups):,} groups, {pools.encoders} actors on {device}")
+    work = f"{len(plan.new):,} chunks in {len(groups):,} groups"
+    say(consoles.notes, f"compressing {work} on {device}, encode actors: {pools.encoders}")
     show = Display(
         consoles.notes,
         lambda: Counts(**ray.get(board.read.remote(), timeout=5)),
@@ -273,9 +270,7 @@ def _compute(
 
 
 # ---------------------------------------------------------------- the end
-def _dry_run(
-    prepared: Prepared, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles
-) -> int:
+def _dry_run(prepared: Prepared, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles) -> int:
     found = estimate(
         plan,
         prepared.config,
@@ -303,7 +298,7 @@ def _finish(
     outcome = Outcome.of(results, before.figures)
     missing = [key for key in plan.chunks if key not in outcome.figures]
     if missing:
-        raise DataError(f"{len(missing)} chunks of the corpus were not stored, among them {missing[0].hex()}; run the job again")
+        raise DataError(f"{len(missing)} chunks were not stored, among them {missing[0].hex()}; run the job again")
     wanted = {key for key in plan.new if job.verify.selects(key)}
     unseen = wanted - outcome.verified - outcome.failed.keys()
     if unseen:

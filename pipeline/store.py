@@ -32,13 +32,11 @@ FORMAT = 1
 
 _PAUSES = (0.2, 0.4, 0.8, 1.6)  # seconds between attempts: five attempts in all
 _MULTIPART_BYTES = 32 * 2**20  # objects of twice this size and more go up in parts of this size
-_TRANSIENT = {
-    "botocore.HTTPClientError",
-    "botocore.ConnectionError",
-    "botocore.ResponseParserError",
-    "aiohttp.ClientError",
+_TRANSIENT = {f"botocore.{name}Error" for name in ("HTTPClient", "Connection", "ResponseParser")} | {
+    "aiohttp.ClientError"
 }
 _T = TypeVar("_T")
+_INHERITED: list[Any] = []  # kept for ever: a forked copy that is collected would close its parent's connections
 
 
 class ObjectMissing(StorageError):
@@ -214,8 +212,11 @@ class Store:
                 return True
             except Exception as error:
                 if _lost_race(error):
-                    # An earlier attempt whose answer was lost may be what is there now.
-                    return unclear and self.get(path) == data
+                    if unclear:  # an earlier attempt, whose answer was lost, may be what is there now
+                        return self.get(path) == data
+                    if self.exists(path):
+                        return False
+                    raise StorageError(f"cannot write {self.uri}/{path}: refused, perhaps as it is a folder") from error
                 if not _transient(error):
                     raise self._explain("write", path, error) from error
                 unclear = True
@@ -254,6 +255,7 @@ class Store:
     def _fs(self) -> Any:
         """The fsspec file system, made on first use in this process (a forked copy of an S3 client does not work)."""
         if self._connected is None or self._pid != os.getpid():
+            _INHERITED.append(self._connected)
             self._connected = _connect(self.is_local, self._options)
             self._pid = os.getpid()
         return self._connected
@@ -279,9 +281,7 @@ class Store:
             if code == "NoSuchBucket":
                 return UserError(f"{failed}: the bucket {self._root.partition('/')[0]} does not exist")
             if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
-                return UserError(
-                    f"{failed}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, no credentials were found"
-                )
+                return UserError(f"{failed}: no credentials were found (set AWS_ACCESS_KEY_ID and the secret)")
             if isinstance(error, ValueError):
                 return UserError(f"{failed}: {_plain(error)} (from the environment or the storage options)")
             if status in (401, 403):
@@ -307,12 +307,10 @@ def _check_marker(data: bytes, uri: str) -> None:
         if type(found) is not int or found < 1:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise DataError(
-            f"{uri}/{MARKER} does not say which format the store has: it is damaged or is no store's"
-        ) from None
+        raise DataError(f"{uri}/{MARKER} does not say which format the store has: it is damaged") from None
     if found > FORMAT:
         raise UserError(
-            f"the store at {uri} has format {found}, this version reads up to {FORMAT}: update the software"
+            f"the store at {uri} has format {found}, this version reads up to {FORMAT}: update this software"
         )
 
 

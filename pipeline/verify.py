@@ -81,9 +81,7 @@ class ChainVerifier:
         identity = codec.ChunkIdentity(self._job.target, key, parent, first)
         path = blob_path(self._job.target, self._job.profile, key)
         store = self._job.store
-        decoded = decode_blob(
-            store, path, self._predictor, self._profile, self._state, ids, store.get(path), identity
-        )
+        decoded = decode_blob(store, path, self._predictor, self._profile, self._state, ids, store.get(path), identity)
         self._chain.append(Link(key, first + len(ids), decoded.chain_digest))
         if key not in wanted:
             return
@@ -93,9 +91,7 @@ class ChainVerifier:
         else:
             findings.failed[key] = f"{store.uri}/{path}: {wrong}"
 
-    def _give_up(
-        self, keys: Sequence[bytes], wanted: frozenset[bytes], message: str, findings: Findings
-    ) -> None:
+    def _give_up(self, keys: Sequence[bytes], wanted: frozenset[bytes], message: str, findings: Findings) -> None:
         """The first chunk cannot be decoded, so neither can those that follow from it."""
         for number, key in enumerate(keys):
             if key in wanted:

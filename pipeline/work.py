@@ -24,6 +24,9 @@ ADOPTED = "adopted"  # its blob was there: another job won, or an earlier one di
 KEPT = "kept"  # stored and committed before; decoded only to continue from its bits
 
 
+ALL = Verify(1.0)
+
+
 @dataclass(frozen=True)
 class Job:
     """What every actor of a job is told. Secrets are not among it: tenants are named by a hash of their salt."""
@@ -38,7 +41,7 @@ class Job:
     tenant: str
     predictor: bytes = b""
     profile: bytes = b""
-    verify: Verify = Verify(1.0)
+    verify: Verify = ALL
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def load_predictor(store: Store, fingerprint: bytes, device: str) -> codec.Predi
     path = predictor_path(fingerprint)
     predictor = codec.Predictor.from_bytes(store.get(path), device=device)
     if predictor.fingerprint != fingerprint:
-        raise DataError(f"{store.uri}/{path} holds the predictor {predictor.fingerprint.hex()}, not the one it is named for")
+        raise DataError(f"{store.uri}/{path} holds another predictor than the one it is named for; restore it")
     return predictor
 
 
@@ -170,7 +173,7 @@ def load_profile(store: Store, profile_id: bytes, *, target: bytes, cache_format
     path = profile_path(profile_id)
     profile = codec.Profile.from_bytes(store.get(path))
     if profile.id != profile_id:
-        raise DataError(f"{store.uri}/{path} holds the profile {profile.id.hex()}, not the one it is named for")
+        raise DataError(f"{store.uri}/{path} holds another profile than the one it is named for; restore it")
     if profile.target != target or profile.cache_format != cache_format:
-        raise DataError(f"{store.uri}/{path} was made for another target or cache format; remove profiles/by-config of it")
+        raise DataError(f"{store.uri}/{path} was made for another target or cache format than this job's")
     return profile

@@ -56,7 +56,8 @@ def test_tools_go_into_the_system_message_otherwise(tokenizer: Any) -> None:
     text = render_messages(record(messages=MESSAGES, tools=TOOLS), tokenizer)
     assert text.startswith(
         "<|im_start|>system\nYou can call these tools:\n"
-        '{"type": "function", "function": {"name": "f", "description": "Does é.", "parameters": {}}}\n\nBe brief.<|im_end|>'
+        '{"type": "function", "function": {"name": "f", "description": "Does é.", "parameters": {}}}\n\n'
+        "Be brief.<|im_end|>"
     )
     alone = render_messages(record(messages=MESSAGES[1:], tools=TOOLS), tokenizer)
     assert alone.startswith(f"<|im_start|>system\n{tools_text(TOOLS)}<|im_end|>\n<|im_start|>user\n")
@@ -87,11 +88,16 @@ def test_without_a_template(tiny_model: Path) -> None:
 
 
 def test_tool_calls_become_text_for_a_template_that_ignores_them(tokenizer: Any) -> None:
-    calls = [{"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}, {"function": {"name": "g", "arguments": "{"}}]
-    messages = [MESSAGES[1], {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "3"}]
+    calls = [
+        {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"function": {"name": "g", "arguments": "{"}},
+    ]
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    messages = [MESSAGES[1], said, {"role": "tool", "content": "3"}]
     text = render_messages(record(messages=messages), tokenizer)
     assert calls_text(calls) == (
-        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>\n{"name": "g", "arguments": "{"}\n</tool_call>'
+        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": "{"}\n</tool_call>'
     )
     assert f"<|im_start|>assistant\n{calls_text(calls)}<|im_end|>\n<|im_start|>tool\n3" in text
     messages[1] = {**messages[1], "content": "Wait."}
@@ -114,7 +120,8 @@ def test_token_ids(tokenizer: Any) -> None:
     assert token_ids(record(token_ids=[500]), tokenizer, context_length=3, vocab_size=512) == [500]
     with pytest.raises(BadPrompt) as error:
         token_ids(record(token_ids=[1, 384]), tokenizer, context_length=3)
-    assert str(error.value) == "f.jsonl:3: the prompt 'p' holds token id 384, which is not in the vocabulary of 384 tokens"
+    assert error.value.reason == "holds token id 384, which is not in the vocabulary of 384 tokens"
+    assert str(error.value) == f"f.jsonl:3: the prompt 'p' {error.value.reason}"
     assert error.value.source == "f.jsonl:3"
 
 

@@ -24,7 +24,9 @@ PROJECTIONS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn
 VALUE_HEADROOM = 7  # a value head's integers reach 2**VALUE_HEADROOM times its expected RMS
 
 
-def build_predictor(config: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: str = "fp8", bf16: bool = True) -> Predictor:
+def build_predictor(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: str = "fp8", bf16: bool = True
+) -> Predictor:
     """Quantise a target's weights.
 
     config: the Hugging Face config as a dict; tensors: its weights under their Hugging Face names, any float dtype;
@@ -55,7 +57,9 @@ def build_predictor(config: Mapping[str, Any], tensors: Mapping[str, Tensor], ki
     out["value_exponents"] = torch.stack(exponents)
     for tensor_name, tensor in out.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            raise UserError(f"The model's weights are not finite (found in '{tensor_name}'); no predictor can be made of them.")
+            raise UserError(
+                f"The model's weights are not finite (found in '{tensor_name}'); no predictor can be made of them."
+            )
     return Predictor(shape, out)
 
 

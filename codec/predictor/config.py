@@ -10,7 +10,15 @@ from typing import Any
 from codec.errors import PredictorError, UnsupportedArchitecture
 
 SUPPORTED = ("llama",)
-LIMITS = {"layers": 1024, "hidden": 1 << 17, "heads": 1024, "kv_heads": 1024, "head_dim": 1024, "intermediate": 1 << 18, "vocab": 1 << 22}
+LIMITS = {
+    "layers": 1024,
+    "hidden": 1 << 17,
+    "heads": 1024,
+    "kv_heads": 1024,
+    "head_dim": 1024,
+    "intermediate": 1 << 18,
+    "vocab": 1 << 22,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,9 @@ class PredictorConfig:
         try:
             config = cls(**json.loads(text))
         except (TypeError, ValueError) as error:
-            raise PredictorError(f"The predictor's configuration cannot be read ({error}); the file is corrupt or of another version.") from None
+            raise PredictorError(
+                f"The predictor's configuration cannot be read ({error}); the file is corrupt or of another version."
+            ) from None
         for name, limit in LIMITS.items():
             value = getattr(config, name)
             if not isinstance(value, int) or not 1 <= value <= limit:
@@ -77,9 +87,13 @@ def check_family(config: Mapping[str, Any]) -> str:
     """The model family, or UnsupportedArchitecture naming what is supported."""
     family = str(config.get("model_type"))
     if family not in SUPPORTED:
-        raise UnsupportedArchitecture(f"No predictor is written for model type '{family}'; supported are: {', '.join(SUPPORTED)}.")
+        raise UnsupportedArchitecture(
+            f"No predictor is written for model type '{family}'; supported are: {', '.join(SUPPORTED)}."
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedArchitecture(f"Activation '{config['hidden_act']}' is not supported in a {family} model; supported is: silu.")
+        raise UnsupportedArchitecture(
+            f"Activation '{config['hidden_act']}' is not supported in a {family} model; supported is: silu."
+        )
     return family
 
 

@@ -8,6 +8,7 @@ many rows are computed at once, or on how a prompt is cut into chunks.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,15 +122,13 @@ class Predictor:
     def from_bytes(cls, data: bytes, device: torch.device | str = "cpu") -> Predictor:
         """Parse a stored predictor. Raises PredictorError when it is malformed."""
         try:
-            header = safetensors.deserialize(data)  # checks lengths and offsets before it touches a tensor
-            del header
+            tensors = safetensors.torch.load(data)  # checks lengths and offsets before it touches a tensor
             length = int.from_bytes(data[:8], "little")
-            import json
-
             metadata = json.loads(data[8 : 8 + length])["__metadata__"]["predictor"]
-            tensors = safetensors.torch.load(data)
         except (safetensors.SafetensorError, KeyError, ValueError) as error:
-            raise PredictorError(f"The stored predictor cannot be read ({error}); it is corrupt, restore it or recompute the store.") from None
+            raise PredictorError(
+                f"The stored predictor cannot be read ({error}); it is corrupt, restore it or recompute the store."
+            ) from None
         predictor = cls(PredictorConfig.from_json(metadata), tensors, device)
         predictor._fingerprint = hashlib.blake2b(data, digest_size=32).digest()
         return predictor
@@ -164,14 +163,20 @@ class Predictor:
                   "down": (c.hidden, c.intermediate)}  # fmt: skip
         expected: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "value_exponents": (c.layers, c.kv_heads)}
         for i in range(c.layers):
-            expected |= {f"layers.{i}.{n}.weight": s for n, s in widths.items()} | {f"layers.{i}.{n}.scale": s[:1] for n, s in widths.items()}
+            expected |= {f"layers.{i}.{n}.weight": s for n, s in widths.items()} | {
+                f"layers.{i}.{n}.scale": s[:1] for n, s in widths.items()
+            }
             expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
             expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
         for name, shape in expected.items():
             got = self._stored.get(name)
             if got is None or tuple(got.shape) != shape:
-                raise PredictorError(f"The predictor's tensor '{name}' should have shape {shape} and has {None if got is None else tuple(got.shape)}.")
-        exact.bound("FP8 products", 2 * exact.E4M3_UNITS - 0.38, math.log2(max(c.hidden, c.intermediate, c.heads * c.head_dim)))
+                raise PredictorError(
+                    f"The predictor's tensor '{name}' should have shape {shape} and has {None if got is None else tuple(got.shape)}."
+                )
+        exact.bound(
+            "FP8 products", 2 * exact.E4M3_UNITS - 0.38, math.log2(max(c.hidden, c.intermediate, c.heads * c.head_dim))
+        )
         exact.bound("attention scores", 30, math.log2(c.head_dim))
         exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
         exact.bound("squares of a row", 30, math.log2(c.hidden))
@@ -182,11 +187,16 @@ class Predictor:
         def linear(n: str) -> Linear:
             bias = t.get(f"{name}{n}.bias")
             weight = t[f"{name}{n}.weight"].to(torch.float32).to(torch.bfloat16)  # e4m3 values are bf16 values
-            return Linear(weight.to(self.device), t[f"{name}{n}.scale"].to(self.device), None if bias is None else bias.to(self.device))
+            return Linear(
+                weight.to(self.device),
+                t[f"{name}{n}.scale"].to(self.device),
+                None if bias is None else bias.to(self.device),
+            )
 
         step = exact.pow2(t["value_exponents"][i].to(torch.int32))[:, None, None].to(self.device)
-        parts = [linear(n) for n in ("q", "k", "v", "o", "gate", "up", "down")]
-        return Layer(*parts, t[name + "norm1"].to(self.device), t[name + "norm2"].to(self.device), step)
+        norm1, norm2 = (t[name + n].to(self.device) for n in ("norm1", "norm2"))
+        q, k, v, o = linear("q"), linear("k"), linear("v"), linear("o")
+        return Layer(q, k, v, o, linear("gate"), linear("up"), linear("down"), norm1, norm2, step)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of int64 positions [R]: float32 [R, rope_dim / 2] each."""
@@ -205,11 +215,16 @@ class Run:
         self.states, self.lengths = list(states), [len(t) for t in token_ids]
         for state, n in zip(states, self.lengths, strict=True):
             if state.length + n > self.c.context_length:
-                raise UserError(f"A prompt of {state.length + n} tokens is over the model's context length of {self.c.context_length}.")
+                raise UserError(
+                    f"A prompt of {state.length + n} tokens is over the model's context length of {self.c.context_length}."
+                )
         ids = torch.cat([t.to(predictor.device, torch.int64) for t in token_ids])
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.c.vocab):
             raise UserError(f"Token ids must be 0 to {self.c.vocab - 1}; found {int(ids.min())} to {int(ids.max())}.")
-        places = [torch.arange(s.length, s.length + n, device=predictor.device) for s, n in zip(states, self.lengths, strict=True)]
+        places = [
+            torch.arange(s.length, s.length + n, device=predictor.device)
+            for s, n in zip(states, self.lengths, strict=True)
+        ]
         self.cos, self.sin = predictor.rope(torch.cat(places))
         self.h = predictor.embed[ids].to(torch.float32)  # [R, hidden]
         self.seen: list[list[Seen]] = []  # a layer: a sequence
@@ -221,7 +236,7 @@ class Run:
         self.x = exact.quantise_e4m3(self._norm(self.h, w.norm1))
         k = rotate(self._heads(w.k(*self.x), self.c.kv_heads), self.cos, self.sin)
         v = self._heads(w.v(*self.x), self.c.kv_heads)
-        return list(zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True))
+        return list(zip(k.split_with_sizes(self.lengths, 1), v.split_with_sizes(self.lengths, 1), strict=True))
 
     def advance(self, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Go on to the next layer, with attention over these K and V (finite float32 [J, T, D]) and all earlier ones."""
@@ -231,7 +246,7 @@ class Run:
         new = [self._integers(k, v, w) for k, v in kv]
         seen = [s.layers[layer].then(n) if s.length else n for s, n in zip(self.states, new, strict=True)]
         self.seen.append(seen)
-        out = [self._attend(part, s, w) for part, s in zip(q.split(self.lengths, 1), seen, strict=True)]
+        out = [self._attend(part, s, w) for part, s in zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)]
         h = self.h + w.o(*exact.quantise_e4m3(torch.cat(out)))
         x = exact.quantise_e4m3(self._norm(h, w.norm2))
         y = exact.silu(w.gate(*x)) * w.up(*x)
@@ -270,7 +285,9 @@ class Run:
         groups, total = heads // self.c.kv_heads, seen.keys.shape[1]
         qi, qs = exact.row_integers(q)
         qi = qi.view(self.c.kv_heads, groups, tokens, dim).to(torch.float64)
-        qs = qs.view(self.c.kv_heads, groups, tokens, 1) * (1.4426950408889634 / math.sqrt(dim))  # exact: a constant, one rounding
+        qs = qs.view(self.c.kv_heads, groups, tokens, 1) * (
+            1.4426950408889634 / math.sqrt(dim)
+        )  # exact: a constant, one rounding
         keys, values = seen.keys.to(torch.float64).transpose(1, 2), seen.values.to(torch.float64)
         key_scale = seen.key_scale.to(torch.float64).transpose(1, 2)
         place = torch.arange(total, device=q.device)
@@ -280,7 +297,9 @@ class Run:
             end = min(begin + step, tokens)
             visible = total - tokens + end
             block = qi[:, :, begin:end].reshape(self.c.kv_heads, -1, dim)
-            scores = exact.product(block, keys[:, :, :visible]) * key_scale[:, :, :visible]  # scaling by powers of two is exact
+            scores = (
+                exact.product(block, keys[:, :, :visible]) * key_scale[:, :, :visible]
+            )  # scaling by powers of two is exact
             t = scores.to(torch.float32) * qs[:, :, begin:end].reshape(self.c.kv_heads, -1, 1)
             allowed = place[:visible] <= place[visible - (end - begin) : visible, None]
             weights, norm = exact.weights_from_scores(t, allowed.repeat(groups, 1))

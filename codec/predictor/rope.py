@@ -30,21 +30,23 @@ class Frequencies(NamedTuple):
     scaling: float
 
 
-def frequencies(config: Mapping[str, Any], head_dim: int) -> Frequencies:
+def frequencies(config: Mapping[str, Any], head_dim: int) -> Frequencies:  # exact: computed once and stored
     """Read the RoPE parameters of a Hugging Face config dict. Raises UnsupportedArchitecture for an unknown type."""
     p: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = str(p.get("rope_type") or p.get("type") or "default")
     theta = float(p.get("rope_theta") or config.get("rope_theta") or 10000.0)
     partial = float(p.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     dim = int(head_dim * partial)
-    powers = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)  # exact: computed once and stored
+    powers = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     base = 1.0 / powers
     context = int(config["max_position_embeddings"])
-    original = int(p.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or context)
+    original = int(
+        p.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or context
+    )
     if kind in ("default", "dynamic"):  # dynamic scaling begins beyond the context length, where no prompt may go
         return Frequencies(kind, base[None], [0], 1.0)
     if kind == "linear":
-        return Frequencies(kind, (base / float(p["factor"]))[None], [0], 1.0)  # exact: computed once and stored
+        return Frequencies(kind, (base / float(p["factor"]))[None], [0], 1.0)
     if kind == "llama3":
         return Frequencies(kind, _llama3(base, p, original)[None], [0], 1.0)
     if kind == "yarn":
@@ -55,17 +57,19 @@ def frequencies(config: Mapping[str, Any], head_dim: int) -> Frequencies:
     raise UnsupportedArchitecture(f"RoPE type '{kind}' is not supported; supported are: {', '.join(TYPES)}.")
 
 
-def _llama3(base: Tensor, p: Mapping[str, Any], original: int) -> Tensor:
+def _llama3(base: Tensor, p: Mapping[str, Any], original: int) -> Tensor:  # exact: computed once and stored
     factor, low, high = float(p["factor"]), float(p["low_freq_factor"]), float(p["high_freq_factor"])
     wavelength = 2 * math.pi / base
-    slow = torch.where(wavelength > original / low, base / factor, base)  # exact: computed once and stored
-    smooth = (original / wavelength - low) / (high - low)  # exact: computed once and stored
-    blended = (1 - smooth) * slow / factor + smooth * slow  # exact: computed once and stored
+    slow = torch.where(wavelength > original / low, base / factor, base)
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * slow / factor + smooth * slow
     medium = (wavelength >= original / high) & (wavelength <= original / low)
     return torch.where(medium, blended, slow)
 
 
-def _yarn(powers: Tensor, p: Mapping[str, Any], theta: float, dim: int, original: int, context: int) -> tuple[Tensor, float]:
+def _yarn(  # exact: computed once and stored
+    powers: Tensor, p: Mapping[str, Any], theta: float, dim: int, original: int, context: int
+) -> tuple[Tensor, float]:
     factor = float(p.get("factor") or context / original)
 
     def mscale(scale: float, m: float = 1.0) -> float:
@@ -83,13 +87,15 @@ def _yarn(powers: Tensor, p: Mapping[str, Any], theta: float, dim: int, original
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)  # exact: computed once and stored
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
     keep = 1 - ramp
-    inverse = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep  # exact: computed once and stored
+    inverse = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
     return inverse, float(scaling)
 
 
-def _longrope(powers: Tensor, p: Mapping[str, Any], original: int, context: int) -> Frequencies:
+def _longrope(  # exact: computed once and stored
+    powers: Tensor, p: Mapping[str, Any], original: int, context: int
+) -> Frequencies:
     factor = context / original
     scaling = p.get("attention_factor")
     if scaling is None:

@@ -1,0 +1,253 @@
+"""`rate`: how many bits a scalar the codec needs on one model and one corpus, and how fast it is.
+
+Calibrates on prompts of one corpus, encodes prompts of another into a store, and decodes them in a separate process from
+what is stored. Every prompt is stored on its own, also where prompts share a prefix, so that each counts once.
+
+bits_per_scalar        bits of the blobs in the store, headers and all, over scalars; ratio: raw bytes over these bytes
+bits_k, bits_v         of the bitstreams of K and of V alone
+ideal_bits_*           sum of -log2 p over exact bins, over scalars; a second, untimed encoding computes it
+encode_tokens_per_s    tokens over the seconds in codec.encode; decode: in codec.decode, in the other process
+target_tokens_per_s    tokens of the evaluation prompts over the seconds of the target's forward passes
+peak_rss_bytes         of the process that loads the target, builds the predictor, calibrates and encodes
+peak_rss_decode_bytes  of the process that decodes
+verified               every chunk came back with the checksums taken from the target's cache before encoding
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import codec
+from codec.errors import UserError
+from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
+from jobs.bench.machine import available_cores, describe, peak_rss_bytes
+from jobs.bench.prompts import read_prompts
+from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS
+from pipeline.paths import blob_path, predictor_path, profile_path
+from pipeline.store import Store
+from pipeline.target import Target, load_config, load_target, load_tokenizer, resolve_cache_format, resolve_model
+from pipeline.target import context_length as context_length_of
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; the names are those of the command line. train, test: prompts, each of `tokens` tokens."""
+
+    model: str
+    calibration: str
+    eval: str
+    predictor: str = "fp8"
+    loop: str = "open"
+    cache_dtype: str | None = None
+    tokens: int = 1024
+    train: int = 12
+    test: int = 6
+    chunk_tokens: int = 256
+    threads: int = field(default_factory=available_cores)
+
+    def check(self) -> None:
+        """Raise UserError for the first number that cannot be."""
+        for name in ("tokens", "train", "test", "chunk_tokens", "threads"):
+            top = MAX_CHUNK_TOKENS if name == "chunk_tokens" else 2**31 - 1
+            if not 1 <= getattr(self, name) <= top:
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1 and at most {top}")
+
+
+@dataclass
+class Encoded:
+    """What encoding the evaluation prompts came to; checksums in hexadecimal, a chunk each."""
+
+    prompts: list[StoredPrompt] = field(default_factory=list)
+    checksums: list[str] = field(default_factory=list)
+    stats: list[codec.ChunkStats] = field(default_factory=list)
+    stored_bytes: int = 0
+    raw_bytes: int = 0
+    tokens: int = 0
+    target_seconds: float = 0.0
+    encode_seconds: float = 0.0
+
+
+# ---------------------------------------------------------------- command line
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `rate`."""
+    given = Settings("", "", "")
+    parser.add_argument("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
+    parser.add_argument("--calibration", required=True, metavar="URI", help="corpus to calibrate on")
+    parser.add_argument("--eval", required=True, metavar="URI", help="corpus to measure")
+    parser.add_argument("--predictor", default=given.predictor, choices=PREDICTORS, help="rung of the ladder (default: %(default)s)")
+    parser.add_argument("--loop", default=given.loop, choices=LOOPS, help="whether the predictor sees decoded values (default: %(default)s)")
+    parser.add_argument("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    parser.add_argument("--tokens", type=int, default=given.tokens, metavar="N", help="tokens of a prompt; shorter prompts are skipped (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=given.train, metavar="N", help="prompts to calibrate on (default: %(default)s)")
+    parser.add_argument("--test", type=int, default=given.test, metavar="N", help="prompts to measure (default: %(default)s)")
+    parser.add_argument("--chunk-tokens", type=int, default=given.chunk_tokens, metavar="N", help="tokens of a chunk, and of a prefill step (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=given.threads, metavar="N", help="torch threads of target and codec alike (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
+    """Measure in a temporary store; `note` is told what is going on."""
+    settings = Settings(**{name: getattr(arguments, name) for name in Settings.__dataclass_fields__})
+    settings.check()
+    with tempfile.TemporaryDirectory(prefix="kv-rate-") as folder:
+        return measure_rate(settings, Path(folder), note)
+
+
+def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures for people."""
+    s, m, r = result["settings"], result["machine"], result
+    return [
+        ("prompts", f"{s['test']} measured, {s['train']} for calibration, {s['tokens']:,} tokens each"),
+        ("predictor", f"{s['predictor']}, {s['loop']} loop, {s['cache_dtype']} cache, chunks of {s['chunk_tokens']}"),
+        ("bits a scalar", f"{r['bits_per_scalar']:.3f} (K {r['bits_k']:.3f}, V {r['bits_v']:.3f})"),
+        ("ideal code length", f"{r['ideal_bits_per_scalar']:.3f} (K {r['ideal_bits_k']:.3f}, V {r['ideal_bits_v']:.3f})"),
+        ("ratio", f"{r['ratio']:.3f}x ({r['raw_bytes']:,} bytes in {r['stored_bytes']:,})"),
+        ("profile, predictor", f"{r['profile_bytes']:,} and {r['predictor_bytes']:,} bytes"),
+        ("target", f"{r['target_tokens_per_s']:.1f} tokens/s"),
+        ("encode, decode", f"{r['encode_tokens_per_s']:.1f} and {r['decode_tokens_per_s']:.1f} tokens/s"),
+        ("peak memory", f"{r['peak_rss_bytes'] / 2**20:,.0f} MiB, decoding {r['peak_rss_decode_bytes'] / 2**20:,.0f} MiB"),
+        ("verified", f"{r['chunks']} chunks" if r["verified"] else "NO: decoded bits differ from the target's"),
+        ("machine", f"{m['cpu']}, {s['threads']} threads of {m['cores']} cores, load {m['load']}, torch {m['torch']}"),
+    ]
+
+
+# ---------------------------------------------------------------- the measurement
+@torch.no_grad()
+def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]:
+    """Calibrate, encode into a store in `folder`, decode in another process; the figures as documented above.
+
+    Raises UserError, DataError, StorageError. Sets this process' number of torch threads.
+    """
+    torch.set_num_threads(settings.threads)
+    machine = describe()
+    source = resolve_model(settings.model)
+    cache_format = resolve_cache_format(source, settings.cache_dtype)
+    limit = context_length_of(load_config(source))
+    if settings.tokens > limit:
+        raise UserError(f"--tokens {settings.tokens} is over the model's context length of {limit}")
+    tokenizer = load_tokenizer(source)
+    train, test = (
+        read_prompts(uri, tokenizer, tokens=settings.tokens, count=count)
+        for uri, count in ((settings.calibration, settings.train), (settings.eval, settings.test))
+    )
+    target = load_target(source, cache_format)
+    identity = source.fingerprint(cache_format)
+    store = Store.open(str(folder / "store"))
+    predictor, profile = calibrate(settings, target, identity, store, train, note)
+    encoded = encode_prompts(settings, target, predictor, profile, store, test, note)
+    peak = peak_rss_bytes()
+    note("decoding in another process")
+    request = Request(
+        store.uri, identity.hex(), predictor.fingerprint.hex(), profile.id.hex(), cache_format, settings.chunk_tokens, settings.threads
+    )
+    decoded = decode_elsewhere(request, encoded.prompts, folder)
+    sizes = {
+        "profile_bytes": store.size(profile_path(profile.id)),
+        "predictor_bytes": store.size(predictor_path(predictor.fingerprint)),
+        "peak_rss_bytes": peak,
+        "peak_rss_decode_bytes": decoded.peak_rss_bytes,
+    }
+    shown = asdict(settings) | {"model": source.name, "cache_dtype": cache_format, "prompts": [settings.train, settings.test]}
+    # Names without folders: where files lie on one machine says nothing about the figures.
+    shown |= {name: getattr(settings, name).rstrip("/").rpartition("/")[2] for name in ("calibration", "eval")}
+    return figures(encoded, decoded) | sizes | {"settings": shown, "machine": machine}
+
+
+def calibrate(
+    settings: Settings, target: Target, identity: bytes, store: Store, prompts: Sequence[Tensor], note: Note
+) -> tuple[codec.Predictor, codec.Profile]:
+    """Build predictor and profile, and put them into the store."""
+    note("building the predictor")
+    fmt = target.cache_format
+    predictor = codec.build_predictor(target.config, target.weights(), kind=settings.predictor, bf16=fmt == "bf16")
+    store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+    moments = codec.Moments.zero(predictor.config)
+    for number, tokens in enumerate(prompts):
+        note(f"calibrating on prompt {number + 1} of {len(prompts)}")
+        cache, state = target.new_cache(), predictor.new_state()
+        for ids in tokens.split(settings.chunk_tokens):
+            moments.add(codec.measure(predictor, state, ids, target.prefill(cache, ids)))
+    profile = codec.freeze(predictor, identity, fmt, moments, prefill_tokens=settings.chunk_tokens)
+    store.put_new(profile_path(profile.id), profile.to_bytes())
+    return predictor, profile
+
+
+def encode_prompts(
+    settings: Settings, target: Target, predictor: codec.Predictor, profile: codec.Profile, store: Store, prompts: Sequence[Tensor], note: Note
+) -> Encoded:  # fmt: skip
+    """Encode the evaluation prompts chunk by chunk, and put the blobs into the store."""
+    out = Encoded()
+    for number, tokens in enumerate(prompts):
+        note(f"encoding prompt {number + 1} of {len(prompts)}")
+        # A salt a prompt: shared prefixes are stored again, so that the store holds what the rate is about.
+        root = codec.root_key(
+            target=profile.target, cache_format=profile.cache_format, chunk_tokens=settings.chunk_tokens, salt=number.to_bytes(4, "little")
+        )
+        keys = codec.chunk_keys(root, tokens.numpy(), settings.chunk_tokens)
+        cache, state, parent = target.new_cache(), predictor.new_state(), codec.ROOT_DIGEST
+        for key, ids in zip(keys, tokens.split(settings.chunk_tokens), strict=True):
+            begin = time.perf_counter()
+            truth = target.prefill(cache, ids)
+            out.target_seconds += time.perf_counter() - begin
+            where = codec.ChunkIdentity(profile.target, key, parent, state.length)
+            parent = _encode_chunk(out, predictor, profile, state, ids, truth, where, store)
+        out.prompts.append(StoredPrompt(tokens.tolist(), [key.hex() for key in keys]))
+    return out
+
+
+def _encode_chunk(
+    out: Encoded, predictor: codec.Predictor, profile: codec.Profile, state: codec.PredictorState, ids: Tensor,
+    truth: list[tuple[Tensor, Tensor]], where: codec.ChunkIdentity, store: Store,
+) -> bytes:  # fmt: skip
+    """Encode twice: timed, and again with the ideal code length; returns the chain digest."""
+    begin = time.perf_counter()
+    chunk = codec.encode(predictor, profile, state, ids, truth, where)
+    out.encode_seconds += time.perf_counter() - begin
+    state.truncate(where.first_token)
+    again = codec.encode(predictor, profile, state, ids, truth, where, ideal=True)
+    path = blob_path(profile.target, profile.id, where.prefix_key)
+    store.put_new(path, chunk.blob)
+    out.checksums.append(chunk.layer_checksums.hex())
+    out.stats.append(again.stats)
+    out.stored_bytes += store.size(path)
+    out.raw_bytes += sum(t.numel() * t.element_size() for pair in truth for t in pair)
+    out.tokens += len(ids)
+    return chunk.chain_digest
+
+
+def figures(encoded: Encoded, decoded: Decoded) -> dict[str, Any]:
+    """Rates, speeds and whether every chunk came back."""
+
+    def total(name: str) -> float:
+        return sum(getattr(stats, name) for stats in encoded.stats)
+
+    k, v = total("scalars_k"), total("scalars_v")
+    return {
+        "bits_per_scalar": 8 * encoded.stored_bytes / (k + v),
+        "bits_k": 8 * total("bytes_k") / k,
+        "bits_v": 8 * total("bytes_v") / v,
+        "ratio": encoded.raw_bytes / encoded.stored_bytes,
+        "ideal_bits_per_scalar": (total("ideal_bits_k") + total("ideal_bits_v")) / (k + v),
+        "ideal_bits_k": total("ideal_bits_k") / k,
+        "ideal_bits_v": total("ideal_bits_v") / v,
+        "raw_bytes": encoded.raw_bytes,
+        "stored_bytes": encoded.stored_bytes,
+        "header_bytes": total("header_bytes"),
+        "scalars": k + v,
+        "escapes": total("escapes"),
+        "chunks": len(encoded.stats),
+        "encode_tokens_per_s": encoded.tokens / encoded.encode_seconds,
+        "decode_tokens_per_s": encoded.tokens / decoded.seconds,
+        "target_tokens_per_s": encoded.tokens / encoded.target_seconds,
+        "verified": decoded.checksums == encoded.checksums,
+    }

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Measure the codec: the figures of the README, each with the command that makes it.
+
+    python jobs/benchmark.py rate --model M --calibration A.jsonl --eval B.jsonl --json
+
+With --json the last line on standard output is one JSON object. Exit status: 0 if all that was measured came back as it was;
+2 for a request that cannot be met; 1 for what data or storage are wrong with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console  # noqa: E402
+
+from codec.errors import KVCodecError, UserError  # noqa: E402
+from jobs.bench import rate  # noqa: E402
+from pipeline.report import say, show_rows  # noqa: E402
+
+COMMANDS = {"rate": rate}  # name on the command line -> module, as described in jobs/bench/__init__.py
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: a sub-command a benchmark."""
+    p = argparse.ArgumentParser(prog="benchmark.py", description="Measure the codec.")
+    commands = p.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
+        sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object on the last line instead of a table")
+        sub.add_argument("--debug", action="store_true", help="show tracebacks")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one benchmark, print its figures, and turn errors into one sentence and an exit status."""
+    given = parser().parse_args(arguments)
+    module = COMMANDS[given.command]
+    notes = Console(stderr=True)
+    try:
+        result = module.run(given, lambda text: say(notes, text))
+    except KVCodecError as error:
+        if given.debug:
+            traceback.print_exc()
+        say(notes, f"error: {error}")
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        say(notes, "error: interrupted")
+        return 130
+    except Exception as error:
+        if given.debug:
+            traceback.print_exc()
+        text = " ".join(str(error).split())[:500] or type(error).__name__
+        say(notes, f"error: unexpected {type(error).__name__}: {text} (run again with --debug for the traceback)")
+        return 1
+    if given.json:
+        print(json.dumps(result))
+    else:
+        show_rows(Console(), f"{given.command}: {result['settings']['model']}", module.rows(result))
+    return 0 if result.get("verified", True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""jobs/benchmark.py on a tiny model: what it prints, that its rate is that of the bytes on disk, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from codec.errors import UserError
+from jobs.bench import rate
+from jobs.bench.decode_process import Decoded
+from jobs.bench.prompts import plain_text, read_prompts
+from pipeline.target import load_tokenizer, resolve_model
+
+KEYS = set(
+    "bits_per_scalar bits_k bits_v ratio ideal_bits_per_scalar ideal_bits_k ideal_bits_v raw_bytes stored_bytes header_bytes "
+    "scalars escapes chunks profile_bytes predictor_bytes encode_tokens_per_s decode_tokens_per_s target_tokens_per_s "
+    "peak_rss_bytes peak_rss_decode_bytes verified settings machine".split()
+)
+PHRASES = ("The fox reads a file. ", "def write(path: str): return path\n", "Answer questions about the source. ")
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """A benchmark sets the process' threads."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Two prompts that share a long prefix, one that is too short between them, and one of messages and tools."""
+    shared = PHRASES[0] * 12
+    tool = {"type": "function", "function": {"name": "größe", "parameters": {}}}
+    records = [
+        {"id": "a", "text": shared + PHRASES[1] * 12},
+        {"id": "short", "text": "too short"},
+        {"id": "b", "text": shared + PHRASES[2] * 12},
+        {"id": "c", "messages": [{"role": "user", "content": PHRASES[2] * 20}], "tools": [tool]},
+    ]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def benchmark(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).resolve().parent.parent / "jobs" / "benchmark.py"
+    return subprocess.run([sys.executable, str(script), *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def options(model: Path, corpus: Path) -> list[str]:
+    return (
+        f"rate --model {model} --calibration {corpus} --eval {corpus} --predictor fp8 --loop open --cache-dtype bf16 "
+        "--tokens 90 --train 1 --test 3 --chunk-tokens 40 --threads 1"
+    ).split()
+
+
+def test_command_line(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    done = benchmark(*options(tiny_model, corpus), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) == KEYS
+    assert result["verified"] is True and result["chunks"] == 3 * 3
+    assert result["bits_per_scalar"] == pytest.approx(8 * result["stored_bytes"] / result["scalars"])
+    assert result["ratio"] == pytest.approx(16 / result["bits_per_scalar"])
+    settings = result["settings"]
+    assert (settings["prompts"], settings["tokens"], settings["threads"], settings["eval"]) == ([1, 3], 90, 1, "corpus.jsonl")
+    assert result["machine"]["cpu"] and result["machine"]["cores"] >= 1 and result["machine"]["torch"] == torch.__version__
+    assert min(result["peak_rss_bytes"], result["peak_rss_decode_bytes"]) > 10_000_000
+    assert not list(tmp_path.glob("kv-rate-*"))
+
+
+def test_rate_is_that_of_the_bytes_on_disk(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    settings = rate.Settings(str(tiny_model), str(corpus), str(corpus), tokens=90, train=2, test=3, chunk_tokens=40, threads=1)
+    result = rate.measure_rate(settings, tmp_path, lambda text: None)
+    sizes = [path.stat().st_size for path in (tmp_path / "store").rglob("*.kv")]
+    scalars = 3 * 90 * 3 * 2 * 2 * 16  # prompts, tokens, layers, K and V, heads, dimensions
+    assert len(sizes) == 3 * 3 and result["scalars"] == scalars
+    assert result["verified"] is True
+    assert result["stored_bytes"] == sum(sizes)
+    assert result["bits_per_scalar"] == pytest.approx(8 * sum(sizes) / scalars)
+    assert result["raw_bytes"] == 2 * scalars
+    streams = (result["bits_k"] + result["bits_v"]) / 2 * scalars / 8
+    assert streams + result["header_bytes"] == pytest.approx(sum(sizes))
+    ideal = (result["ideal_bits_k"] + result["ideal_bits_v"]) / 2
+    assert result["ideal_bits_per_scalar"] == pytest.approx(ideal)
+    assert result["ideal_bits_k"] < result["bits_k"] * 1.001 and result["ideal_bits_v"] < result["bits_v"] * 1.001
+    assert dict(rate.rows(result))["verified"] == "9 chunks"
+
+
+def test_other_bits_are_not_verified(
+    tiny_model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lying(*arguments: Any) -> Decoded:
+        return replace(decode(*arguments), checksums=["00"] * 3)
+
+    decode = rate.decode_elsewhere
+    monkeypatch.setattr(rate, "decode_elsewhere", lying)
+    settings = rate.Settings(str(tiny_model), str(corpus), str(corpus), tokens=90, train=1, test=1, chunk_tokens=40, threads=1)
+    result = rate.measure_rate(settings, tmp_path, lambda text: None)
+    assert result["verified"] is False
+    assert "NO" in dict(rate.rows(result))["verified"]
+
+
+def test_prompts(tiny_model: Path, corpus: Path) -> None:
+    tokenizer = load_tokenizer(resolve_model(tiny_model))
+    prompts = read_prompts(str(corpus), tokenizer, tokens=90, count=3)
+    records = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
+    assert plain_text(records[3]).startswith('[\n {\n  "type": "function",\n') and "gr\\u00f6\\u00dfe" in plain_text(records[3])
+    assert plain_text(records[3]).endswith("\n]\n<user>\n" + PHRASES[2] * 20)
+    for ids, record in zip(prompts, (records[0], records[2], records[3]), strict=True):
+        assert ids.dtype == torch.int64
+        assert ids.tolist() == tokenizer(plain_text(record), add_special_tokens=False).input_ids[:90]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"calibration": "missing.jsonl"}, "missing.jsonl"),
+        ({"test": 9}, "has 3 prompts of 90 tokens or more where 9 are asked for"),
+        ({"tokens": 5000}, "--tokens 5000 is over the model's context length of 1024"),
+    ],
+)
+def test_bad_requests(tiny_model: Path, corpus: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    settings = rate.Settings(str(tiny_model), str(corpus), str(corpus), tokens=90, train=1, test=1, threads=1)
+    with pytest.raises(UserError, match=said):
+        rate.measure_rate(replace(settings, **change), tmp_path, lambda text: None)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_line_that_is_no_json(tiny_model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{\n", encoding="utf-8")
+    done = benchmark(*options(tiny_model, broken), cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "broken.jsonl:1: not valid JSON" in line and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["tokens", "train", "test", "chunk_tokens", "threads"])
+def test_numbers_below_one(name: str) -> None:
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 0 must be at least 1"):
+        replace(rate.Settings("m", "a", "b"), **{name: 0}).check()
