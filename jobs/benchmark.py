@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console  # noqa: E402
+from rich.console import Console
 
-from codec.errors import KVCodecError, UserError  # noqa: E402
-from jobs.bench import rate  # noqa: E402
-from pipeline.report import say, show_rows  # noqa: E402
+from codec.errors import KVCodecError, UserError
+from jobs.bench import rate
+from pipeline.report import say, show_rows
 
 COMMANDS = {"rate": rate}  # name on the command line -> module, as described in jobs/bench/__init__.py
 

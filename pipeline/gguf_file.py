@@ -54,6 +54,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.end = data, 0, len(data)
         self.alignment = 32
+        self.blocks_named = False
 
     def check(self) -> set[str]:
         if self.data[:4] != b"GGUF":
@@ -66,8 +67,8 @@ class _Cursor:
         for _ in range(fields):
             self.field()
         table = [self.tensor() for _ in range(tensors)]
-        if not table:
-            raise _Broken("a GGUF file without tensors")
+        if not table or not self.blocks_named:  # transformers would build some default model of billions of weights
+            raise _Broken("a GGUF file without a language model: it lacks tensors or the field block_count")
         if len({tensor.name for tensor in table}) < tensors:
             raise _Broken("a corrupt GGUF file: it names a tensor twice")
         start = -(-self.at // self.alignment) * self.alignment
@@ -98,6 +99,7 @@ class _Cursor:
 
     def field(self) -> None:
         key = self.text()
+        self.blocks_named |= key.endswith(b".block_count")
         kind = self.number("I")
         if key == b"general.alignment" and kind == 4:
             self.alignment = self.number("I")

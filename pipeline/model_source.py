@@ -297,7 +297,7 @@ def _reason(source: ModelSource, error: Exception) -> str:
 def _first_line(error: BaseException) -> str:
     """The first line of an error's message, short and without its full stop, so that it fits into a sentence."""
     lines = str(error).strip().splitlines()
-    text = lines[0].rstrip(". :") if lines else ""
+    text = lines[0].removeprefix("Got: ").rstrip(". :") if lines else ""
     return (text[:200] + "…" if len(text) > 200 else text) or type(error).__name__
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from codec.errors import KVCodecError, UserError
+from codec.errors import DataError, KVCodecError, StorageError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 256 * 2**20  # rows and keys only: bitstreams never enter the object store
@@ -208,6 +208,7 @@ def our_error(error: BaseException) -> KVCodecError | None:
         seen.add(id(current))
         # RayTaskError makes classes that inherit from ours too; their text is a whole traceback.
         if isinstance(current, KVCodecError) and not hasattr(current, "cause"):
-            return type(current)(str(current).split(_UDF_NOTE)[0])
+            kind = next(k for k in (UserError, StorageError, DataError, KVCodecError) if isinstance(current, k))
+            return kind(str(current).split(_UDF_NOTE)[0])
         waiting += [getattr(current, "cause", None), current.__cause__, current.__context__]
     return None

@@ -91,13 +91,13 @@ def prepare(options: Options) -> Prepared:
     rope = frequencies(config, head_dim(config)).type
     check_cache(hf_config(model), model)
     cache_format = resolve_cache_format(model, options.cache_dtype)
-    target = model.fingerprint(cache_format)
     salt = options.salt()
     # A dry run writes nothing, so it must do without a store that is not there yet.
     store = Store(options.store)
     stored = not options.dry_run or store.exists(MARKER)
     if stored:
         store = Store.open(options.store, create=not options.dry_run)
+    target = model.fingerprint(cache_format)  # reads all weights, so it comes last
     job = Job(
         store,
         model,

@@ -19,11 +19,10 @@ from jobs.bench.decode_process import Decoded
 from jobs.bench.prompts import plain_text, read_prompts
 from pipeline.target import load_tokenizer, resolve_model
 
-KEYS = set(
-    "bits_per_scalar bits_k bits_v ratio ideal_bits_per_scalar ideal_bits_k ideal_bits_v raw_bytes stored_bytes header_bytes "
-    "scalars escapes chunks profile_bytes predictor_bytes encode_tokens_per_s decode_tokens_per_s target_tokens_per_s "
-    "peak_rss_bytes peak_rss_decode_bytes verified settings machine".split()
-)
+RATES = {"bits_per_scalar", "bits_k", "bits_v", "ratio", "ideal_bits_per_scalar", "ideal_bits_k", "ideal_bits_v"}
+SIZES = {"raw_bytes", "stored_bytes", "header_bytes", "profile_bytes", "predictor_bytes", "scalars", "escapes", "chunks"}
+SPEEDS = {"encode_tokens_per_s", "decode_tokens_per_s", "target_tokens_per_s"}
+KEYS = RATES | SIZES | SPEEDS | {"peak_rss_bytes", "peak_rss_decode_bytes", "verified", "settings", "machine"}
 PHRASES = ("The fox reads a file. ", "def write(path: str): return path\n", "Answer questions about the source. ")
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import tracemalloc
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from codec.errors import DataError, StorageError, UserError
 from pipeline import corpus
 from pipeline.corpus import BadRecord, Record, list_corpus, parse_record, read_corpus
+from tests.s3_server import BUCKET, s3_server
 
 GOOD: list[dict[str, Any]] = [
     {"id": "a", "text": "hello"},
@@ -311,3 +313,48 @@ def test_any_value_gives_a_record_or_a_reason(value: Any) -> None:
         assert out.id and len(out.content_hash()) == 32
     else:
         assert out.reason and "\n" not in out.reason
+
+
+# ---------------------------------------------------------------- a real S3 server
+@pytest.mark.slow
+def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials and endpoint come from the environment alone."""
+    import s3fs
+
+    with s3_server(tmp_path) as environment:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        fs = s3fs.S3FileSystem()
+        fs.pipe(f"{BUCKET}/c/a.jsonl", LINES.encode())
+        fs.pipe(f"{BUCKET}/c/b.jsonl.gz", gzip.compress(LINES.encode()))
+        pq.write_table(pa.Table.from_pylist([{"id": "p", "text": "x"}]), tmp_path / "p.parquet")
+        fs.put(str(tmp_path / "p.parquet"), f"{BUCKET}/c/d/p.parquet")
+
+        base = f"s3://{BUCKET}/c"
+        files = [f"{base}/a.jsonl", f"{base}/b.jsonl.gz", f"{base}/d/p.parquet"]
+        assert list_corpus(base) == list_corpus(f"{base}/") == files
+        assert list_corpus(f"{base}/*.jsonl") == files[:1] == list_corpus(files[0])
+        for file in files[:2]:
+            check_good([r for r in read_corpus(file) if isinstance(r, Record)])
+        assert [r.id for r in read_corpus(files[2]) if isinstance(r, Record)] == ["p"]
+        for uri in (f"s3://{BUCKET}/none", f"s3://{BUCKET}/none.jsonl", "s3://no-such-bucket/a.jsonl"):
+            with pytest.raises(UserError, match="does not exist"):
+                list_corpus(uri)
+        with pytest.raises(UserError, match="does not exist"):
+            list(read_corpus(f"{base}/gone.jsonl"))
+
+        for name, value in (("AWS_SECRET_ACCESS_KEY", "wrong"), ("AWS_ACCESS_KEY_ID", None)):
+            if value is None:
+                monkeypatch.delenv(name)
+                monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+            else:
+                monkeypatch.setenv(name, value)
+            s3fs.S3FileSystem.clear_instance_cache()
+            for call in (list_corpus, lambda uri: list(read_corpus(uri))):
+                with pytest.raises(UserError, match="credentials") as error:
+                    call(files[0])
+                assert "wrong" not in str(error.value) and "\n" not in str(error.value)
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -246,6 +246,27 @@ def test_a_source_survives_a_trip_to_another_node(tiny_model: Path) -> None:
     one_sentence(error, "/nowhere/model", "every node")
 
 
+def test_hub_models_are_pinned_to_a_commit(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client is replaced: it hands out a folder laid out like its cache."""
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot(repo: str, *, revision: str | None, **_: Any) -> str:
+        asked.append((repo, revision))
+        place = tmp_path / "snapshots" / (revision if revision == "c0ffee" else "0ddba11")
+        return str(place if place.exists() else copy_of(tiny_model, place))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    source = resolve_model("org/name")
+    assert (source.kind, source.name, source.repo, source.commit) == ("hub", "name", "org/name", "0ddba11")
+    assert source.fingerprint() == resolve_model(tiny_model).fingerprint()
+    assert resolve_model("org/name@c0ffee").commit == "c0ffee"
+    shutil.rmtree(tmp_path / "snapshots")
+    assert localise(source).commit == "0ddba11" and Path(source.path).exists()  # another node asks for the same commit
+    assert asked == [("org/name", None), ("org/name", "c0ffee"), ("org/name", "0ddba11")]
+
+
 # ---------------------------------------------------------------- bad models
 @pytest.mark.parametrize("spec", ["/nowhere/model", "./nowhere", "nowhere", "nowhere.gguf", "no/where", "no/x.gguf", ""])
 def test_unknown_path(spec: str) -> None:
@@ -315,12 +336,14 @@ def test_damaged_config(text: str, tiny_model: Path, tmp_path: Path) -> None:
     one_sentence(error, str(model))
 
 
-def tiny_gguf(path: Path, kind: str = "F16") -> bytes:
+def tiny_gguf(path: Path, kind: str = "F16", blocks: bool = True) -> bytes:
     """A GGUF file with two matrices and a vector, written by the gguf package itself."""
     import gguf
     import numpy as np
 
     writer = gguf.GGUFWriter(path, "llama")
+    if blocks:
+        writer.add_block_count(1)
     writer.add_array("some.words", ["a", "bc", ""])
     writer.add_array("some.numbers", [1, 2, 3])
     for name in ("a", "b"):
@@ -381,14 +404,15 @@ def test_hostile_gguf(data: bytes, tmp_path: Path) -> None:
     one_sentence(error, str(path))
 
 
-def test_sound_gguf_that_is_no_language_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_gguf_that_is_no_language_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.gguf"
+    tiny_gguf(path, blocks=False)
+    with pytest.raises(UserError, match="without a language model"):
+        resolve_model(path)
     tiny_gguf(path)
-    source = resolve_model(path)
-    for load in (load_tokenizer, load_target, load_weights):
-        with pytest.raises(UserError) as error:
-            load(source)
-        one_sentence(error, str(path))
+    with pytest.raises(UserError) as error:
+        load_tokenizer(resolve_model(path))
+    one_sentence(error, str(path))
     assert capfd.readouterr() == ("", "")
 
 

@@ -82,17 +82,22 @@ class Encoded:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `rate`."""
     given = Settings("", "", "")
-    parser.add_argument("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
-    parser.add_argument("--calibration", required=True, metavar="URI", help="corpus to calibrate on")
-    parser.add_argument("--eval", required=True, metavar="URI", help="corpus to measure")
-    parser.add_argument("--predictor", default=given.predictor, choices=PREDICTORS, help="rung of the ladder (default: %(default)s)")
-    parser.add_argument("--loop", default=given.loop, choices=LOOPS, help="whether the predictor sees decoded values (default: %(default)s)")
-    parser.add_argument("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
-    parser.add_argument("--tokens", type=int, default=given.tokens, metavar="N", help="tokens of a prompt; shorter prompts are skipped (default: %(default)s)")
-    parser.add_argument("--train", type=int, default=given.train, metavar="N", help="prompts to calibrate on (default: %(default)s)")
-    parser.add_argument("--test", type=int, default=given.test, metavar="N", help="prompts to measure (default: %(default)s)")
-    parser.add_argument("--chunk-tokens", type=int, default=given.chunk_tokens, metavar="N", help="tokens of a chunk, and of a prefill step (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=given.threads, metavar="N", help="torch threads of target and codec alike (default: %(default)s)")
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
+    add("--calibration", required=True, metavar="URI", help="corpus to calibrate on")
+    add("--eval", required=True, metavar="URI", help="corpus to measure")
+    add("--predictor", default=given.predictor, choices=PREDICTORS, help="the rung of the ladder (default: %(default)s)")
+    add("--loop", default=given.loop, choices=LOOPS, help="whether the predictor sees decoded values (default: %(default)s)")
+    add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    for name, text in (
+        ("tokens", "tokens of a prompt; shorter prompts are skipped"),
+        ("train", "prompts to calibrate on"),
+        ("test", "prompts to measure"),
+        ("chunk_tokens", "tokens of a chunk, and of a prefill step"),
+        ("threads", "torch threads, of target and codec alike"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=int, default=getattr(given, name), metavar="N", help=text + " (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
@@ -147,9 +152,8 @@ def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]
     encoded = encode_prompts(settings, target, predictor, profile, store, test, note)
     peak = peak_rss_bytes()
     note("decoding in another process")
-    request = Request(
-        store.uri, identity.hex(), predictor.fingerprint.hex(), profile.id.hex(), cache_format, settings.chunk_tokens, settings.threads
-    )
+    names = (identity.hex(), predictor.fingerprint.hex(), profile.id.hex(), cache_format)
+    request = Request(store.uri, *names, settings.chunk_tokens, settings.threads)
     decoded = decode_elsewhere(request, encoded.prompts, folder)
     sizes = {
         "profile_bytes": store.size(profile_path(profile.id)),
@@ -157,7 +161,8 @@ def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]
         "peak_rss_bytes": peak,
         "peak_rss_decode_bytes": decoded.peak_rss_bytes,
     }
-    shown = asdict(settings) | {"model": source.name, "cache_dtype": cache_format, "prompts": [settings.train, settings.test]}
+    shown = asdict(settings) | {"model": source.name, "cache_dtype": cache_format}
+    shown["prompts"] = [settings.train, settings.test]
     # Names without folders: where files lie on one machine says nothing about the figures.
     shown |= {name: getattr(settings, name).rstrip("/").rpartition("/")[2] for name in ("calibration", "eval")}
     return figures(encoded, decoded) | sizes | {"settings": shown, "machine": machine}
@@ -183,19 +188,19 @@ def calibrate(
 
 
 def encode_prompts(
-    settings: Settings, target: Target, predictor: codec.Predictor, profile: codec.Profile, store: Store, prompts: Sequence[Tensor], note: Note
+    settings: Settings, target: Target, predictor: codec.Predictor, profile: codec.Profile, store: Store,
+    prompts: Sequence[Tensor], note: Note,
 ) -> Encoded:  # fmt: skip
     """Encode the evaluation prompts chunk by chunk, and put the blobs into the store."""
     out = Encoded()
     for number, tokens in enumerate(prompts):
         note(f"encoding prompt {number + 1} of {len(prompts)}")
         # A salt a prompt: shared prefixes are stored again, so that the store holds what the rate is about.
-        root = codec.root_key(
-            target=profile.target, cache_format=profile.cache_format, chunk_tokens=settings.chunk_tokens, salt=number.to_bytes(4, "little")
-        )
-        keys = codec.chunk_keys(root, tokens.numpy(), settings.chunk_tokens)
+        salt, fmt, step = number.to_bytes(4, "little"), profile.cache_format, settings.chunk_tokens
+        root = codec.root_key(target=profile.target, cache_format=fmt, chunk_tokens=step, salt=salt)
+        keys = codec.chunk_keys(root, tokens.numpy(), step)
         cache, state, parent = target.new_cache(), predictor.new_state(), codec.ROOT_DIGEST
-        for key, ids in zip(keys, tokens.split(settings.chunk_tokens), strict=True):
+        for key, ids in zip(keys, tokens.split(step), strict=True):
             begin = time.perf_counter()
             truth = target.prefill(cache, ids)
             out.target_seconds += time.perf_counter() - begin
