@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,17 +12,18 @@ from torch import Tensor
 
 from codec import exact
 from codec.checksums import digest
-from codec.chunk import Layers, guess_digest
-from codec.entropy import encode_tensor
+from codec.chunk import Layers
+from codec.closed_loop import ClosedLoop, Geometry, JointLayer
 from codec.errors import KnownAnswerMismatch, UserError
-from codec.formats import number_format
+from codec.formats import NumberFormat, number_format
+from codec.joint_fit import LayerMoments, fit
+from codec.loop import follow
 from codec.predictor import Predictor, PredictorState
 from codec.predictor.config import PredictorConfig
-from codec.profile import Profile, ProfileFacts
-from codec.residual import Placement, gaussian_table, quantise_scales
+from codec.profile import Arrays, Profile, ProfileFacts
+from codec.residual import CellModel, gaussian_table, quantise_scales
 
 KNOWN_TOKENS = 48
-KNOWN_SCALARS = 4096
 
 
 @dataclass
@@ -64,36 +66,141 @@ def measure(predictor: Predictor, state: PredictorState, token_ids: Tensor, trut
 
 
 def freeze(predictor: Predictor, target: bytes, cache_format: str, moments: Moments, *, prefill_tokens: int) -> Profile:
-    """Moments to a profile with its known-answer digest. Raises UserError when there was nothing to calibrate on."""
+    """Moments to an open-loop profile with its known-answer digest. Raises UserError when there was nothing to calibrate on."""
     if moments.tokens < 1:
         raise UserError("Calibration saw no token; give it a corpus with at least one prompt.")
     fmt = number_format(cache_format)
-    sigma = np.sqrt(moments.squares / np.maximum(moments.counts, 1))
-    scales = [[quantise_scales(s, fmt) for s in layer] for layer in np.maximum(sigma, 1e-4)]
+    sigma = np.maximum(np.sqrt(moments.squares / np.maximum(moments.counts, 1)), 1e-4)
+    scales = [[quantise_scales(s, fmt) for s in layer] for layer in sigma]
+    tensors: Arrays = {
+        "grid": np.array([[s.grid[:, 0] for s in layer] for layer in scales], dtype=np.int16),
+        "reciprocal": np.array([[s.reciprocal[:, 0] for s in layer] for layer in scales], dtype=np.int32),
+    }
+    return _profile(predictor, target, cache_format, "open", prefill_tokens, moments.tokens, tensors)
+
+
+def _profile(
+    predictor: Predictor, target: bytes, cache_format: str, loop: str, prefill_tokens: int, tokens: int, tensors: Arrays
+) -> Profile:
     c = predictor.config
     facts = ProfileFacts(
-        target=target.hex(), predictor=predictor.fingerprint.hex(), cache_format=cache_format, loop="open", prefill_tokens=prefill_tokens,
-        layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, calibration_tokens=moments.tokens,
+        target=target.hex(), predictor=predictor.fingerprint.hex(), cache_format=cache_format, loop=loop,
+        prefill_tokens=prefill_tokens, layers=c.layers, hidden=c.hidden, kv_heads=c.kv_heads, head_dim=c.head_dim,
+        rope_dim=c.rope_dim, calibration_tokens=tokens,
     )  # fmt: skip
-    grid = np.array([[s.grid[:, 0] for s in layer] for layer in scales], dtype=np.int16)
-    reciprocal = np.array([[s.reciprocal[:, 0] for s in layer] for layer in scales], dtype=np.int32)
-    profile = Profile(facts, grid, reciprocal, gaussian_table())
+    profile = Profile(facts, tensors | {"table": gaussian_table()})
     return replace(profile, facts=replace(facts, known_answer=known_answer(predictor, profile).hex()))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One calibration prompt: token ids int64 [T]; true (K, V) of every layer; the target's hidden state entering every
+    layer, float [layers][T, hidden]."""
+
+    token_ids: Tensor
+    truth: Layers
+    hidden: list[Tensor]
+
+
+class ClosedCalibration:
+    """Calibration of the closed loop on some prompts: `moments(l)`, then `freeze_layer(l, …)` with all prompts' moments merged.
+
+    The moments of a layer need the frozen gains of the layers below (DESIGN 4.7), so processes that share the work meet
+    once a layer; each keeps the states of its own prompts.
+    """
+
+    def __init__(self, predictor: Predictor, cache_format: str, samples: Sequence[Sample]) -> None:
+        self._predictor, self._fmt, self._samples = predictor, number_format(cache_format), list(samples)
+        self._runs = [predictor.run([predictor.new_state()], [s.token_ids]) for s in samples]
+        self._model = CellModel(gaussian_table(), self._fmt)
+        self._guesses: list[tuple[Tensor, Tensor]] = []
+
+    def moments(self, layer: int) -> LayerMoments:
+        """Moments of this layer over all samples, in their order."""
+        c = self._predictor.config
+        n = 2 * c.kv_heads * c.head_dim
+        total = LayerMoments(np.zeros((n, n)), np.zeros((n, c.hidden)), 0)
+        self._guesses = [run.guess(layer)[0] for run in self._runs]
+        for run, guess, sample in zip(self._runs, self._guesses, self._samples, strict=True):
+            geometry = Geometry(guess, run.turns()[0], c.rope_dim)
+            r = [geometry.channels(t.cpu().double().numpy()) for t in sample.truth[layer]]
+            r = [np.where(np.isfinite(x), x - g, 0.0) for x, g in zip(r, (geometry.k, geometry.v), strict=True)]
+            f = np.concatenate([r[1], geometry.unrotate(r[0])])
+            error = ((sample.hidden[layer].cpu().double() - run.h.cpu().double()) / run.rms.cpu().double()).numpy()
+            total.add(LayerMoments(f @ f.T, f @ error, f.shape[1]))
+        return total
+
+    def advance(self, layer: int, frozen: JointLayer) -> None:
+        """Take all samples through the frozen layer, as encoding will."""
+        loop = ClosedLoop([frozen], self._predictor.config.rope_dim, self._model, self._fmt)
+        for run, guess, sample in zip(self._runs, self._guesses, self._samples, strict=True):
+            follow(run, layer, [loop.next(0, sample.truth[layer], guess, run.turns()[0])])
+
+
+def calibrate_closed(
+    predictor: Predictor, target: bytes, cache_format: str, samples: Sequence[Sample], *, prefill_tokens: int
+) -> Profile:
+    """Calibrate the closed loop in one process."""
+    work = ClosedCalibration(predictor, cache_format, samples)
+    layers = []
+    for layer in range(predictor.config.layers):
+        layers.append(fit(work.moments(layer)))
+        if layer < predictor.config.layers - 1:
+            work.advance(layer, layers[-1])
+    tokens = sum(len(s.token_ids) for s in samples)
+    return freeze_closed(predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens)
+
+
+def freeze_closed(
+    predictor: Predictor,
+    target: bytes,
+    cache_format: str,
+    layers: Sequence[JointLayer],
+    tokens: int,
+    *,
+    prefill_tokens: int,
+) -> Profile:
+    """Joint models of all layers to a profile with its known-answer digest."""
+    lower = np.tril_indices(len(layers[0].step), -1)
+    tensors: Arrays = {
+        "step": np.stack([x.step for x in layers]).astype(np.int8),
+        "unit": np.stack([x.unit for x in layers]).astype(np.int8),
+        "coefficient": np.stack([x.coefficient[lower] for x in layers]).astype(np.int16),
+        "sigma": np.stack([x.sigma for x in layers]).astype(np.float32),
+        "inside": np.stack([x.inside for x in layers]).astype(np.float32),
+        "gain": np.stack([x.gain for x in layers]).astype(np.int16),
+        "gain_unit": np.stack([x.gain_unit for x in layers]).astype(np.int8),
+    }
+    return _profile(predictor, target, cache_format, "closed", prefill_tokens, tokens, tensors)
+
+
 def known_answer(predictor: Predictor, profile: Profile) -> bytes:
-    """Digest of the guesses for fixed tokens through all layers, and of fixed integers through the coder; 16 bytes."""
-    tokens = torch.arange(KNOWN_TOKENS, dtype=torch.int64) * 7919 % min(predictor.config.vocab, 50021)
-    guesses = guess_digest(predictor, tokens[: predictor.context_length], KNOWN_TOKENS // 2)
-    i = np.arange(KNOWN_SCALARS, dtype=np.int64)
-    f, p = profile.facts, profile
-    channel = i % (f.layers * 2 * f.kv_heads * f.head_dim)
-    grid, reciprocal = (x.reshape(-1)[channel].astype(np.int64) for x in (p.grid, p.reciprocal))
-    where = Placement((i * 2654435761 % 9001 - 4500) * 16, i * 40503 % 301 - 214, grid, reciprocal)
-    patterns = i * 40503 % 65536  # mostly escapes and tails
-    near = np.where(i % 4 > 0, (np.clip(grid + 7 - p.format.emin, 1, 29) << p.format.mantissa) + i % 97, patterns)
-    stream, _ = encode_tensor(near, where, p.model, p.format)
-    return digest(guesses + stream)
+    """Digest of the bitstreams of a made-up chunk: fixed tokens, and a truth near the guesses with every kind of outlier.
+
+    It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt; 16 bytes.
+    """
+    c, fmt = predictor.config, profile.format
+    tokens = torch.arange(KNOWN_TOKENS, dtype=torch.int64) * 7919 % min(c.vocab, 50021)
+    state, digests = predictor.new_state(), []
+    for part in tokens[: predictor.context_length].split(KNOWN_TOKENS // 2):
+        run = predictor.run([state], [part])
+        for layer in range(c.layers):
+            guess = run.guess(layer)[0]
+            truth = _made_up_truth(guess[0], layer, fmt), _made_up_truth(guess[1], layer + 1, fmt)
+            coded = profile.loop_codec.encode(layer, truth, guess, run.turns()[0], False)
+            digests.append(digest(coded.streams[0] + coded.streams[1]))
+            if layer < c.layers - 1:
+                follow(run, layer, [coded.next])
+        run.commit()
+    return digest(b"".join(digests))
+
+
+def _made_up_truth(guess: Tensor, seed: int, fmt: NumberFormat) -> Tensor:
+    """Patterns near the guess's, and now and then any pattern at all."""
+    patterns = fmt.patterns(guess.clamp(-fmt.max_finite, fmt.max_finite).to(fmt.dtype))
+    i = np.arange(patterns.size, dtype=np.int64).reshape(patterns.shape) + 977 * seed
+    near = patterns ^ (i * 40503 % 65521 % 16)
+    return fmt.tensor(np.where(i % 251 == 0, i * 2654435761 % 65536, near))
 
 
 def check_known_answer(predictor: Predictor, profile: Profile) -> None:

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from codec import blob as blobs
 from codec import checksums, errors
-from codec.entropy import decode_tensor, encode_tensor
 from codec.formats import NumberFormat
-from codec.ideal import ideal_bits
+from codec.loop import CodedLayer, DecodedLayer, follow
 from codec.predictor import Predictor, PredictorState
 from codec.profile import Profile
-from codec.residual import place
 
 Layers = list[tuple[Tensor, Tensor]]
 
@@ -128,10 +126,14 @@ def encode_batch(
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
     for layer in range(c.layers):
         guesses = run.guess(layer)
-        for task, book, guess in zip(tasks, books, guesses, strict=True):
-            book.add(_encode_layer(profile, layer, task.truth[layer], guess, ideal))
+        coded = [
+            profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal)
+            for task, guess, turn in zip(tasks, guesses, run.turns(), strict=True)
+        ]
+        for book, part in zip(books, coded, strict=True):
+            book.add(part)
         if layer < c.layers - 1:
-            run.advance(layer, guesses)
+            follow(run, layer, [part.next for part in coded])
     run.commit()
     return [_finish(predictor, profile, *parts) for parts in zip(tasks, books, sums, strict=True)]
 
@@ -145,10 +147,14 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
     for layer in range(predictor.config.layers):
         guesses = run.guess(layer)
-        for header, stream, guess, layers in zip(headers, streams, guesses, out, strict=True):
-            layers.append(_decode_layer(profile, layer, stream[layer], guess, header))
+        parts = [
+            profile.loop_codec.decode(layer, stream[layer], guess, turn)
+            for stream, guess, turn in zip(streams, guesses, run.turns(), strict=True)
+        ]
+        for header, part, layers in zip(headers, parts, out, strict=True):
+            layers.append(_checked(layer, part, header, profile.format))
         if layer < predictor.config.layers - 1:
-            run.advance(layer, guesses)
+            follow(run, layer, [part.next for part in parts])
     run.commit()
     sums = [h.layer_checksums for h in headers]
     return [
@@ -157,45 +163,18 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     ]
 
 
-# ---------------------------------------------------------------- one layer
-@dataclass
-class _CodedLayer:
-    streams: tuple[bytes, bytes]
-    ideal: tuple[float, float]
-    escapes: int
-
-
-def _encode_layer(
-    profile: Profile, layer: int, truth: tuple[Tensor, Tensor], guess: tuple[Tensor, Tensor], ideal: bool
-) -> _CodedLayer:
-    fmt, parts, floors, escapes = profile.format, [], [], 0
-    for tensor in range(2):
-        scales = profile.scales(layer, tensor)
-        patterns = fmt.patterns(truth[tensor])
-        stream, escaped = encode_tensor(patterns.reshape(-1), place(guess[tensor], scales, fmt), profile.model, fmt)
-        parts.append(stream)
-        floors.append(ideal_bits(patterns, guess[tensor], scales.sigma(), fmt) if ideal else 0.0)
-        escapes += escaped
-    return _CodedLayer((parts[0], parts[1]), (floors[0], floors[1]), escapes)
-
-
-def _decode_layer(
-    profile: Profile, layer: int, streams: tuple[bytes, bytes], guess: tuple[Tensor, Tensor], header: blobs.BlobHeader
-) -> tuple[Tensor, Tensor]:
-    fmt, row = profile.format, header.layers[layer]
-    out = []
-    for tensor, (name, want) in enumerate((("K", row.key_checksum), ("V", row.value_checksum))):
-        patterns = decode_tensor(
-            streams[tensor], place(guess[tensor], profile.scales(layer, tensor), fmt), profile.model, fmt
-        )
-        values = fmt.tensor(patterns).view(tuple(guess[tensor].shape))
+# ---------------------------------------------------------------- one chunk
+def _checked(layer: int, decoded: DecodedLayer, header: blobs.BlobHeader, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
+    """The decoded tensors, if their checksums are those that the blob states."""
+    row = header.layers[layer]
+    wanted = (("K", row.key_checksum), ("V", row.value_checksum))
+    for values, (name, want) in zip(decoded.values, wanted, strict=True):
         if checksums.tensor_checksum(values, fmt) != want:
             raise errors.LayerMismatch(
                 f"Blob {header.prefix_key.hex()}: layer {layer} {name} decodes to other bits than were stored; the predictor "
                 "computed other guesses here than when it was encoded, or the blob was forged."
             )
-        out.append(values)
-    return out[0], out[1]
+    return decoded.values
 
 
 class _Book:
@@ -206,7 +185,7 @@ class _Book:
         self.ideal = [0.0, 0.0]
         self.escapes = 0
 
-    def add(self, coded: _CodedLayer) -> None:
+    def add(self, coded: CodedLayer) -> None:
         self.streams.append(coded.streams)
         self.ideal = [self.ideal[0] + coded.ideal[0], self.ideal[1] + coded.ideal[1]]
         self.escapes += coded.escapes

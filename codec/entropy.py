@@ -39,15 +39,11 @@ class Encoder:
     def __init__(self) -> None:
         self._stages: list[tuple[NDArray[np.int32], Freqs | NDArray[np.int32]]] = []
 
-    def categorical(self, symbols: Ints, frequencies: Freqs) -> None:
-        """Symbols with a row of frequencies each."""
+    def stage(self, symbols: Ints, parameters: Freqs | Ints) -> None:
+        """Symbols with a row of frequencies each, or values with a size each (2 or more), all equally likely."""
         if len(symbols):
-            self._stages.append((symbols.astype(np.int32), frequencies))
-
-    def uniform(self, values: Ints, sizes: Ints) -> None:
-        """Values below their sizes (2 or more), all equally likely."""
-        if len(values):
-            self._stages.append((values.astype(np.int32), sizes.astype(np.int32)))
+            kind = parameters if parameters.ndim == 2 else parameters.astype(np.int32)
+            self._stages.append((symbols.astype(np.int32), kind))
 
     def finish(self) -> bytes:
         """The bitstream."""
@@ -95,8 +91,8 @@ def encode_tensor(patterns: Ints, where: Placement, model: CellModel, fmt: Numbe
     """Code flat patterns [scalars] at their placement. Returns (bitstream, number of escaped scalars)."""
     coder, escapes = Encoder(), 0
     for begin in range(0, len(patterns), SLICE):
-        end = begin + SLICE
-        escapes += _encode_slice(coder, patterns[begin:end], where.slice(begin, end), model, fmt)
+        end = min(begin + SLICE, len(patterns))
+        escapes += _encode_part(coder, patterns[begin:end], where.slice(begin, end), end - begin, model, fmt)
     return coder.finish(), escapes
 
 
@@ -104,35 +100,74 @@ def decode_tensor(stream: bytes, where: Placement, model: CellModel, fmt: Number
     """Flat patterns [scalars] from a bitstream coded at the same placement. Raises CorruptBlob."""
     coder, parts = Decoder(stream), [np.zeros(0, np.int64)]
     for begin in range(0, len(where.mean), SLICE):
-        parts.append(_decode_slice(coder, where.slice(begin, begin + SLICE), model, fmt))
+        parts.append(_decode_part(coder, where.slice(begin, begin + SLICE), model, fmt))
     coder.finish()
     return np.concatenate(parts)
 
 
-def _encode_slice(coder: Encoder, patterns: Ints, where: Placement, model: CellModel, fmt: NumberFormat) -> int:
+def encode_groups(patterns: Ints, where: Placement, model: CellModel, fmt: NumberFormat) -> tuple[bytes, int]:
+    """Code patterns [groups, scalars] so that a decoder can read group after group, using each before it places the next.
+
+    Returns (bitstream, number of escaped scalars).
+    """
+    coder, rows = Encoder(), max(1, SLICE // patterns.shape[1])
+    escapes = 0
+    for begin in range(0, len(patterns), rows):
+        part = slice(begin, begin + rows)
+        some = Placement(where.mean[part], where.start[part], where.grid[part], where.reciprocal[part])
+        escapes += _encode_part(coder, patterns[part].reshape(-1), some.flat(), patterns.shape[1], model, fmt)
+    return coder.finish(), escapes
+
+
+def decode_groups(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
+    """The next group [scalars] of a bitstream by `encode_groups`."""
+    return _decode_part(coder, where.flat(), model, fmt)
+
+
+def _encode_part(
+    coder: Encoder, patterns: Ints, where: Placement, group: int, model: CellModel, fmt: NumberFormat
+) -> int:
+    """Stage flat scalars, group after group of `group` scalars; each group goes through all stages before the next begins."""
     n, codable = cells.cell_of(patterns, where.grid, fmt)
     symbol = n - where.start
     inside = codable & (symbol >= 0) & (symbol < WINDOW)
-    block = np.where(inside, symbol // BLOCK, BLOCKS)
-    coder.categorical(block, model.block_frequencies(where))
     kept = _pick(where, inside)
-    n, symbol, ordinal = n[inside], symbol[inside], patterns[inside] & ((1 << (fmt.bits - 1)) - 1)
-    coder.categorical(symbol % BLOCK, model.cell_frequencies(kept, symbol // BLOCK))
+    n, kept_symbol, ordinal = n[inside], symbol[inside], patterns[inside] & ((1 << (fmt.bits - 1)) - 1)
     bits = cells.raw_bits(n, fmt)
-    coarse = bits > 0
+    coarse, zero = bits > 0, (n == 0) | (n == -1)
     sizes = np.int64(1) << bits[coarse]
-    coder.uniform(ordinal[coarse] & (sizes - 1), sizes)
-    zero = (n == 0) | (n == -1)
     grid = kept.grid[zero]
     binade, offset = cells.zero_cell(ordinal[zero], grid, fmt)
-    coder.categorical(binade, zero_cell_frequencies(grid, fmt))
-    coder.uniform(offset, cells.zero_cell_sizes(binade, grid, fmt))
     escaped = patterns[~inside]
-    coder.uniform(escaped, np.full(len(escaped), 1 << fmt.bits))
+    stages: list[tuple[Ints, Freqs | Ints, Ints]] = [  # symbols, parameters, and where each group ends among them
+        (np.where(inside, symbol // BLOCK, BLOCKS), model.block_frequencies(where), _ends(np.ones_like(inside), group)),
+        (kept_symbol % BLOCK, model.cell_frequencies(kept, kept_symbol // BLOCK), _ends(inside, group)),
+        (ordinal[coarse] & (sizes - 1), sizes, _ends(_spread(inside, coarse), group)),
+        (binade, zero_cell_frequencies(grid, fmt), _ends(_spread(inside, zero), group)),
+        (offset, cells.zero_cell_sizes(binade, grid, fmt), _ends(_spread(inside, zero), group)),
+        (escaped, np.full(len(escaped), 1 << fmt.bits), _ends(~inside, group)),
+    ]
+    for g in range(len(patterns) // group):
+        for symbols, parameters, ends in stages:
+            part = slice(int(ends[g]), int(ends[g + 1]))
+            coder.stage(symbols[part], parameters[part])
     return len(escaped)
 
 
-def _decode_slice(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
+def _ends(mask: NDArray[np.bool_], group: int) -> Ints:
+    """How many of a mask's scalars come before each group's begin, and in all: [groups + 1]."""
+    counts = np.count_nonzero(mask.reshape(-1, group), axis=1)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])  # exact: integers
+
+
+def _spread(outer: NDArray[np.bool_], inner: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """A mask over the scalars that another mask picked, as a mask over all."""
+    out = np.zeros_like(outer)
+    out[outer] = inner
+    return out
+
+
+def _decode_part(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
     block = coder.categorical(model.block_frequencies(where))
     inside = block < BLOCKS
     kept, block = _pick(where, inside), block[inside]
@@ -146,9 +181,8 @@ def _decode_slice(coder: Decoder, where: Placement, model: CellModel, fmt: Numbe
     grid = kept.grid[zero]
     binade = coder.categorical(zero_cell_frequencies(grid, fmt))
     offset = coder.uniform(cells.zero_cell_sizes(binade, grid, fmt))
-    decoded[zero] = cells.zero_cell_ordinal(binade, offset, grid, fmt) | (
-        (n[zero] == -1).astype(np.int64) << (fmt.bits - 1)
-    )
+    sign = (n[zero] == -1).astype(np.int64) << (fmt.bits - 1)
+    decoded[zero] = cells.zero_cell_ordinal(binade, offset, grid, fmt) | sign
     out = np.empty(len(where.mean), np.int64)
     out[inside] = decoded
     escaped = int(len(inside) - np.count_nonzero(inside))

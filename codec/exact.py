@@ -13,19 +13,27 @@ Functions that a library would compute by an approximation of its own (exp, sin,
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from codec.errors import InexactBackend
 
-EXACT_REDUCTIONS = ("product", "row_sum")  # the only functions that add values up; their callers state the bound
+EXACT_REDUCTIONS = (
+    "product",
+    "product_int8",
+    "_float32_product",
+    "row_sum",
+)  # the only functions that add values up; their callers state the bound
 MANTISSA = 53  # integers of up to 53 bits are exact in float64
 E4M3_MAX = 448.0
 E4M3_UNITS = 18  # |e4m3 value| < 2**18 in units of 2**-9
 ROW_MAX = 32639  # 127*256 + 127: what two signed 8-bit limbs can hold
 PROBABILITY_BITS = 21  # attention weights, as integers
 _INV_448 = 1.0 / 448.0
+_INV_127 = 1.0 / 127.0
+_FLOAT32_TERMS = 1024  # int8 products whose sum stays below 2**24
 _LOG2E = 1.4426950408889634
 # Minimax polynomial of 2**f on [0, 1) with p(0) = 1, degree 5 (our own fit by Lawson's iteration, relative error 8.3e-8).
 _EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
@@ -56,6 +64,47 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
+def product_int8(a: Tensor, b: Tensor) -> Tensor:
+    """Exact product of int8 matrices [R, n] and [n, m] as int32 (n < 2**17), by the fastest backend that proved itself.
+
+    Some processors' int8 kernels saturate (DESIGN 5); they fail the proof and float32 blocks are used instead.
+    """
+    if _int8_kernel_is_exact(a.device):
+        return torch._int_mm(a, b)
+    return _float32_product(a, b)
+
+
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32, device=a.device)
+    for i in range(0, a.shape[1], _FLOAT32_TERMS):
+        j = i + _FLOAT32_TERMS
+        total += torch.matmul(a[:, i:j].to(torch.float32), b[i:j].to(torch.float32)).to(torch.int32)
+    return total
+
+
+@lru_cache(maxsize=16)
+def _int8_kernel_is_exact(device: torch.device) -> bool:
+    """Extreme int8 operands of every kind of shape against float64."""
+    if device.type != "cpu":
+        return False  # until it is proven there, with its limits on shapes
+    i = torch.arange(96 * 1100, device=device).reshape(96, 1100)
+    try:
+        for a in (
+            torch.full_like(i, 127),
+            torch.full_like(i, -127),
+            torch.where(i % 2 == 0, 127, -127),
+            i * 7919 % 255 - 127,
+        ):
+            for rows in (1, 5, 96):
+                left, right = a[:rows].to(torch.int8), a.T.contiguous().to(torch.int8)
+                want = product(left.to(torch.float64), right.to(torch.float64))
+                if not torch.equal(torch._int_mm(left, right).to(torch.float64), want):
+                    return False
+    except RuntimeError:  # the build or the processor has no such kernel
+        return False
+    return True
+
+
 def row_sum(q: Tensor) -> Tensor:
     """Sum of integer-valued float64 over the last axis, kept as an axis of one."""
     return q.sum(-1, keepdim=True)
@@ -82,6 +131,12 @@ def quantise_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = (x.abs().amax(-1, keepdim=True) * _INV_448).clamp_min(2.0**-100)
     q = (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return q.to(torch.float32).to(torch.float64), scale
+
+
+def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 activations, one scale a row: x float32 [..., d] -> (int8 in -127 .. 127, scale float32 [..., 1])."""
+    scale = (x.abs().amax(-1, keepdim=True) * _INV_127).clamp_min(2.0**-100)
+    return torch.round(x / scale).clamp(-127.0, 127.0).to(torch.int8), scale
 
 
 def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:

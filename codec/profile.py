@@ -1,26 +1,37 @@
-"""The profile: calibration frozen into integers. Versioned, content-addressed, all that a blob's decoding depends on but the predictor.
+"""The profile: calibration frozen into integers. Versioned, content-addressed, all that decoding depends on but the predictor.
 
-Stored as safetensors with one metadata entry, `profile`: canonical JSON. Its id is the BLAKE2b digest of these bytes.
+Stored as safetensors with one metadata entry, `profile`: canonical JSON. Its id is the BLAKE2b digest of these bytes. Which
+tensors it holds depends on the loop; `table` (int64) is the cumulative normal distribution of codec.residual in both.
+
+    open    grid int16, reciprocal int32  [layers, 2 (K, V), kv_heads, head_dim]
+    closed  step, unit int8 [layers, N]; coefficient int16 [layers, N (N - 1) / 2] (rows of the lower triangle); sigma float32
+            [layers, N]; inside float32 [layers, P]; gain int16 [layers, M, N]; gain_unit int8 [layers, M]  (codec.closed_loop)
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import numpy as np
 import safetensors
 import safetensors.numpy
+from numpy.typing import NDArray
 
 from codec.cells import Ints
+from codec.closed_loop import ClosedLoop, JointLayer
 from codec.entropy import BACKEND
 from codec.errors import ProfileError
 from codec.formats import NumberFormat, number_format
 from codec.keys import content_id
-from codec.residual import TABLE_BITS, TABLE_REACH, CellModel, ChannelScales
+from codec.loop import LoopCodec, OpenLoop
+from codec.residual import TABLE_BITS, TABLE_REACH, CellModel, ChannelScales, grid_limit
 
 PROFILE_VERSION = 1
-MAX_PROFILE_BYTES = 1 << 30
+MAX_PROFILE_BYTES = 4 << 30
+LOOPS = ("open", "closed")
+Arrays = dict[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
@@ -33,8 +44,10 @@ class ProfileFacts:
     loop: str
     prefill_tokens: int
     layers: int
+    hidden: int
     kv_heads: int
     head_dim: int
+    rope_dim: int
     calibration_tokens: int
     known_answer: str = ""
     coder: str = BACKEND
@@ -43,13 +56,10 @@ class ProfileFacts:
 
 @dataclass(frozen=True)
 class Profile:
-    """A frozen profile. grid int16, reciprocal int32: [layers, 2 (K, V), kv_heads, head_dim]; table int64."""
+    """A frozen profile: facts and the loop's tensors."""
 
     facts: ProfileFacts
-    grid: np.ndarray
-    reciprocal: np.ndarray
-    table: Ints
-    _model: CellModel | None = field(default=None, init=False, compare=False, repr=False)
+    tensors: Arrays
 
     @property
     def format(self) -> NumberFormat:
@@ -63,7 +73,7 @@ class Profile:
 
     @property
     def loop(self) -> str:
-        """ "open": the predictor never sees decoded values."""
+        """ "open": the predictor never sees decoded values; "closed": it does."""
         return self.facts.loop
 
     @property
@@ -81,31 +91,42 @@ class Profile:
         """Fingerprint of the predictor it was calibrated with."""
         return bytes.fromhex(self.facts.predictor)
 
-    @property
+    @cached_property
     def model(self) -> CellModel:
         """The cell model over this profile's table."""
-        if self._model is None:
-            object.__setattr__(self, "_model", CellModel(self.table, self.format))
-        assert self._model is not None
-        return self._model
+        return CellModel(self.tensors["table"].astype(np.int64), self.format)
 
-    def scales(self, layer: int, tensor: int) -> ChannelScales:
-        """Scales of K (tensor 0) or V (1) of a layer."""
-        grid = self.grid[layer, tensor].astype(np.int64)[:, None, :]
-        return ChannelScales(grid, self.reciprocal[layer, tensor].astype(np.int64)[:, None, :])
+    @cached_property
+    def loop_codec(self) -> LoopCodec:
+        """What codes layers under this profile."""
+        if self.loop == "closed":
+            layers = [self._joint_layer(i) for i in range(self.facts.layers)]
+            return ClosedLoop(layers, self.facts.rope_dim, self.model, self.format)
+        scales = [(self._scales(i, 0), self._scales(i, 1)) for i in range(self.facts.layers)]
+        return OpenLoop(scales, self.model, self.format)
+
+    def _scales(self, layer: int, tensor: int) -> ChannelScales:
+        grid, reciprocal = (self.tensors[n][layer, tensor].astype(np.int64)[:, None, :] for n in ("grid", "reciprocal"))
+        return ChannelScales(grid, reciprocal)
+
+    def _joint_layer(self, i: int) -> JointLayer:
+        t = self.tensors
+        n = t["step"].shape[1]
+        coefficient = np.zeros((n, n), np.int16)
+        coefficient[np.tril_indices(n, -1)] = t["coefficient"][i]
+        integers: dict[str, Ints] = {k: t[k][i].astype(np.int64) for k in ("step", "unit", "gain_unit")}
+        return JointLayer(
+            coefficient=coefficient, sigma=t["sigma"][i], inside=t["inside"][i], gain=t["gain"][i], **integers
+        )
 
     def to_bytes(self) -> bytes:
         """Canonical bytes."""
         facts = json.dumps(asdict(self.facts), sort_keys=True, separators=(",", ":"))
-        tensors = {
-            "grid": self.grid.astype("<i2"),
-            "reciprocal": self.reciprocal.astype("<i4"),
-            "table": self.table.astype("<i8"),
-        }
+        tensors = {name: np.ascontiguousarray(t, dtype=t.dtype.newbyteorder("<")) for name, t in self.tensors.items()}
         data: bytes = safetensors.numpy.save(tensors, {"profile": facts})
         return data
 
-    @property
+    @cached_property
     def id(self) -> bytes:
         """BLAKE2b-256 of the canonical bytes."""
         return content_id(self.to_bytes())
@@ -119,7 +140,7 @@ class Profile:
             tensors = safetensors.numpy.load(data)
             length = int.from_bytes(data[:8], "little")
             facts = ProfileFacts(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["profile"]))
-            profile = cls(facts, tensors["grid"], tensors["reciprocal"], tensors["table"].astype(np.int64))
+            profile = cls(facts, tensors)
             profile._check()
         except ProfileError:
             raise
@@ -127,37 +148,60 @@ class Profile:
             raise ProfileError(
                 f"The stored profile cannot be read ({type(error).__name__}: {error}); it is corrupt or of another version."
             ) from None
+        profile.__dict__["id"] = content_id(data)
         return profile
 
     def _check(self) -> None:
-        f, fmt = self.facts, self.format
+        f = self.facts
         if f.version != PROFILE_VERSION:
             raise ProfileError(f"The profile has version {f.version}; this release reads version {PROFILE_VERSION}.")
         if f.coder != BACKEND:
             raise ProfileError(
                 f"The profile was made for coder '{f.coder}'; this installation has '{BACKEND}', which codes other bits."
             )
-        shape = (f.layers, 2, f.kv_heads, f.head_dim)
-        if (
-            self.grid.shape != shape
-            or self.reciprocal.shape != shape
-            or self.grid.dtype != np.int16
-            or self.reciprocal.dtype != np.int32
-        ):
-            raise ProfileError(f"The profile's scales do not have the shape {shape} that it states.")
-        top = (fmt.first_nonfinite >> fmt.mantissa) + fmt.emin - 2 - fmt.mantissa
-        if (
-            self.grid.min() < fmt.emin
-            or self.grid.max() > top
-            or self.reciprocal.min() < 1
-            or self.reciprocal.max() > 1 << 20
-        ):
-            raise ProfileError("The profile's scales are out of range.")
-        table = self.table
-        if (
-            table.shape != (2 * TABLE_REACH + 1,)
-            or table[0] != 0
-            or table[-1] != 1 << TABLE_BITS
-            or bool((np.diff(table) < 0).any())
-        ):
+        if f.loop not in LOOPS:
+            raise ProfileError(f"The profile is for loop '{f.loop}'; this release knows {', '.join(LOOPS)}.")
+        table = self.tensors["table"]
+        if table.shape != (2 * TABLE_REACH + 1,) or table.dtype != np.int64 or not _is_distribution(table):
             raise ProfileError("The profile's table of probabilities is malformed.")
+        for name, (shape, dtype) in self._layout().items():
+            got = self.tensors[name]
+            if got.shape != shape or got.dtype != dtype:
+                raise ProfileError(
+                    f"The profile's tensor '{name}' is {got.dtype} {got.shape}; it must be {dtype} {shape}."
+                )
+        (self._check_open if f.loop == "open" else self._check_closed)()
+
+    def _layout(self) -> dict[str, tuple[tuple[int, ...], type]]:
+        f = self.facts
+        if f.loop == "open":
+            shape = (f.layers, 2, f.kv_heads, f.head_dim)
+            return {"grid": (shape, np.int16), "reciprocal": (shape, np.int32)}
+        n = 2 * f.kv_heads * f.head_dim
+        return {
+            "step": ((f.layers, n), np.int8),
+            "unit": ((f.layers, n), np.int8),
+            "coefficient": ((f.layers, n * (n - 1) // 2), np.int16),
+            "sigma": ((f.layers, n), np.float32),
+            "inside": ((f.layers, n // 4), np.float32),
+            "gain": ((f.layers, f.hidden, n), np.int16),
+            "gain_unit": ((f.layers, f.hidden), np.int8),
+        }
+
+    def _check_open(self) -> None:
+        grid, reciprocal = self.tensors["grid"], self.tensors["reciprocal"]
+        if int(grid.min()) < self.format.emin or int(grid.max()) > grid_limit(self.format):
+            raise ProfileError("The profile's grid exponents are out of range.")
+        if int(reciprocal.min()) < 1 or int(reciprocal.max()) > 1 << 20:
+            raise ProfileError("The profile's reciprocals are out of range.")
+
+    def _check_closed(self) -> None:
+        for name in ("sigma", "inside"):
+            if not bool(np.isfinite(self.tensors[name]).all()) or float(np.abs(self.tensors[name]).max()) > 2.0**60:
+                raise ProfileError(f"The profile's tensor '{name}' is out of range.")
+        if float(self.tensors["sigma"].min()) < 2.0**-30:
+            raise ProfileError("The profile has a standard deviation that is not positive.")
+
+
+def _is_distribution(table: NDArray[np.generic]) -> bool:
+    return int(table[0]) == 0 and int(table[-1]) == 1 << TABLE_BITS and not bool((np.diff(table) < 0).any())

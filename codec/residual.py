@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,15 +48,10 @@ class ChannelScales:
         return np.ldexp(1.0 / self.reciprocal.astype(np.float64), self.grid + RECIPROCAL_BITS)
 
 
-def quantise_scales(  # exact: runs once, at calibration
-    sigma: NDArray[np.float64], fmt: NumberFormat
-) -> ChannelScales:
-    """Calibrated standard deviations [kv_heads, head_dim] as integers. Runs once, at calibration."""
-    sigma = np.clip(np.nan_to_num(sigma, nan=1.0, posinf=2.0**60, neginf=1.0), 1e-6, 2.0**60)[:, None, :]
-    top = (fmt.first_nonfinite >> fmt.mantissa) + fmt.emin - 2 - fmt.mantissa
-    grid = np.clip(np.floor(np.log2(sigma)).astype(np.int64) - 2, fmt.emin, top)
-    reciprocal = np.rint(np.ldexp(1.0, grid + RECIPROCAL_BITS) / sigma).astype(np.int64)
-    return ChannelScales(grid, np.clip(reciprocal, 1, 1 << 20))
+def quantise_scales(sigma: NDArray[np.float64], fmt: NumberFormat) -> ChannelScales:
+    """Calibrated standard deviations [kv_heads, head_dim] as integers, with an axis for tokens. Runs once, at calibration."""
+    sigma = np.nan_to_num(sigma, nan=1.0, posinf=2.0**60, neginf=1.0)[:, None, :]
+    return ChannelScales(*scale_integers(sigma, fmt))
 
 
 def gaussian_table() -> Ints:  # exact: runs once, at calibration; then it is data of the profile
@@ -81,16 +78,44 @@ class Placement:
         """Scalars begin .. end - 1."""
         return Placement(self.mean[begin:end], self.start[begin:end], self.grid[begin:end], self.reciprocal[begin:end])
 
+    def rows(self, order: Ints) -> Placement:
+        """For two-dimensional arrays: these rows."""
+        return Placement(self.mean[order], self.start[order], self.grid[order], self.reciprocal[order])
+
+    def flat(self) -> Placement:
+        """As one row of scalars."""
+        return Placement(
+            self.mean.reshape(-1), self.start.reshape(-1), self.grid.reshape(-1), self.reciprocal.reshape(-1)
+        )
+
 
 def place(guess: Tensor, scales: ChannelScales, fmt: NumberFormat) -> Placement:
-    """Turn guesses, finite float32 [kv_heads, tokens, head_dim], into integers."""
-    guess = guess.clamp(-fmt.max_finite, fmt.max_finite)
-    shape = tuple(guess.shape)
-    grid = np.broadcast_to(scales.grid, shape).reshape(-1)
-    reciprocal = np.broadcast_to(scales.reciprocal, shape).reshape(-1)
-    exact = guess.cpu().numpy().astype(np.float64).reshape(-1)
-    mean = np.rint(np.clip(np.ldexp(exact, FRACTION - grid), -(2.0**56), 2.0**56)).astype(np.int64)
-    nearest = fmt.patterns(guess.to(fmt.dtype)).reshape(-1)
+    """Turn guesses, finite float32 [kv_heads, tokens, head_dim], into integers, flat."""
+    return place_values(guess.cpu().numpy().astype(np.float64), scales, fmt).flat()
+
+
+def scale_integers(sigma: NDArray[np.float64], fmt: NumberFormat) -> tuple[Ints, Ints]:
+    """(grid, reciprocal) of standard deviations of any shape: elementwise and exact, so usable on the path to the coder."""
+    sigma = np.clip(sigma, 2.0**-20, 2.0**60)
+    _, exponent = np.frexp(sigma)
+    grid = np.clip(exponent.astype(np.int64) - 3, fmt.emin, grid_limit(fmt))
+    reciprocal = np.rint(np.ldexp(1.0, grid + RECIPROCAL_BITS) / sigma)
+    return grid, np.clip(reciprocal, 1, 1 << 20).astype(np.int64)
+
+
+def grid_limit(fmt: NumberFormat) -> int:
+    """The largest grid exponent: T must be a finite value."""
+    return (fmt.first_nonfinite >> fmt.mantissa) + fmt.emin - 2 - fmt.mantissa
+
+
+def place_values(mean: NDArray[np.float64], scales: ChannelScales, fmt: NumberFormat) -> Placement:
+    """Turn means, float64 of any shape, into integers of that shape; scales broadcast to it."""
+    mean = np.clip(mean, -fmt.max_finite, fmt.max_finite)
+    shape = mean.shape
+    grid, reciprocal = np.broadcast_to(scales.grid, shape), np.broadcast_to(scales.reciprocal, shape)
+    # by way of float32: torch rounds float64 to 16 bits in two steps, and not everywhere alike
+    nearest = fmt.patterns(torch.from_numpy(mean.astype(np.float32)).to(fmt.dtype))
+    mean = np.rint(np.clip(np.ldexp(mean, FRACTION - grid), -(2.0**56), 2.0**56)).astype(np.int64)
     n, _ = cells.cell_of(nearest, grid, fmt)
     limit = cells.cell_limit(fmt)
     return Placement(mean, np.clip(n - WINDOW // 2, -limit, limit - WINDOW), grid, reciprocal)
@@ -155,10 +180,15 @@ class CellModel:
 
 def zero_cell_frequencies(grid: Ints, fmt: NumberFormat) -> Freqs:
     """[scalars, BINADES + 1]: binades of cell 0 in proportion to their width; the last symbol is everything deeper."""
-    symbols = cells.BINADES + 1
-    rows = np.zeros((cells.BINADES + 1, symbols), dtype=np.float64)
-    for count in range(cells.BINADES + 1):  # row: how many binades are coded one by one
+    return _zero_cell_rows()[cells.binade_count(grid, fmt)]
+
+
+@lru_cache(maxsize=1)
+def _zero_cell_rows() -> Freqs:
+    """Row: how many binades are coded one by one."""
+    rows = np.zeros((cells.BINADES + 1, cells.BINADES + 1), dtype=np.float64)
+    for count in range(cells.BINADES + 1):
         for b in range(count):
             rows[count, b] = (1 << (PRECISION - 1 - b)) - 1
         rows[count, cells.BINADES] = (1 << (PRECISION - count)) - 1 - (cells.BINADES - count)
-    return rows.astype(np.float32)[cells.binade_count(grid, fmt)]
+    return rows.astype(np.float32)

@@ -12,31 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codec import exact
 from codec.errors import UnsupportedFormat, UserError
-from codec.predictor.config import check_family, from_hf, head_dim
+from codec.predictor.config import KINDS, check_family, from_hf, head_dim
 from codec.predictor.decoder import Predictor
+from codec.predictor.linear import quantise_weight
 from codec.predictor.rope import frequencies
 
-KINDS = ("fp8",)
 PROJECTIONS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
                "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}  # fmt: skip
 VALUE_HEADROOM = 7  # a value head's integers reach 2**VALUE_HEADROOM times its expected RMS
 
 
 def build_predictor(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: str = "fp8", bf16: bool = True
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    kind: str = "fp8",
+    bf16: bool = True,
+    exact_kv: bool = False,
 ) -> Predictor:
     """Quantise a target's weights.
 
     config: the Hugging Face config as a dict; tensors: its weights under their Hugging Face names, any float dtype;
-    bf16: whether the target runs in bf16 (it then rounds cos and sin so). Raises UnsupportedArchitecture, UserError.
+    bf16: whether the target runs in bf16 (it then rounds cos and sin so); exact_kv: keep the K and V projections in full precision
+    (for the closed loop). Raises UnsupportedArchitecture, UserError.
     """
     if kind not in KINDS:
         raise UnsupportedFormat(f"Predictor '{kind}' is unknown; supported are: {', '.join(KINDS)}.")
     check_family(config)
     rope = frequencies(config, head_dim(config))
-    shape = from_hf(config, kind, (rope.type, 2 * rope.inverse.shape[1], rope.scaling), bf16)
+    shape = from_hf(config, kind, (rope.type, 2 * rope.inverse.shape[1], rope.scaling), bf16, exact_kv)
     out: dict[str, Tensor] = {
         "embed": _get(tensors, "model.embed_tokens.weight").to(torch.bfloat16 if bf16 else torch.float32).contiguous(),
         "rope.inverse": rope.inverse.contiguous(),
@@ -47,7 +51,7 @@ def build_predictor(
         source, name = f"model.layers.{layer}.", f"layers.{layer}."
         for short, long in PROJECTIONS.items():
             weight = _get(tensors, source + long + ".weight").float()
-            out[f"{name}{short}.weight"], out[f"{name}{short}.scale"] = quantise_weight(weight)
+            out[f"{name}{short}.weight"], out[f"{name}{short}.scale"] = quantise_weight(weight, shape.form(short))
             bias = tensors.get(source + long + ".bias")
             if bias is not None:
                 out[f"{name}{short}.bias"] = bias.float().contiguous()
@@ -61,13 +65,6 @@ def build_predictor(
                 f"The model's weights are not finite (found in '{tensor_name}'); no predictor can be made of them."
             )
     return Predictor(shape, out)
-
-
-def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 weights, one scale an output channel: float32 [out, in] -> (e4m3 [out, in], float32 [out])."""
-    scale = (weight.abs().amax(1) * (1.0 / exact.E4M3_MAX)).clamp_min(2.0**-100)  # exact: computed once and stored
-    q = (weight / scale[:, None]).clamp(-exact.E4M3_MAX, exact.E4M3_MAX).to(torch.float8_e4m3fn)
-    return q.contiguous(), scale.contiguous()
 
 
 def _value_exponents(tensors: Mapping[str, Tensor], source: str, kv_heads: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from codec.errors import PredictorError, UnsupportedArchitecture
 
 SUPPORTED = ("llama",)
+KINDS = ("fp8", "int8")  # rungs of the ladder that this family has
 LIMITS = {
     "layers": 1024,
     "hidden": 1 << 17,
@@ -40,6 +41,11 @@ class PredictorConfig:
     rope_dim: int
     rope_scaling: float  # factor on cos and sin
     rope_bf16: bool  # the target rounds cos and sin to bf16
+    exact_kv: bool  # K and V projections in full precision, for the closed loop
+
+    def form(self, projection: str) -> str:
+        """The number format of a projection (q, k, v, o, gate, up, down): fp8, int8 or int16."""
+        return "int16" if self.exact_kv and projection in ("k", "v") else self.kind
 
     def to_json(self) -> str:
         """Canonical text, part of the predictor's fingerprint."""
@@ -60,6 +66,8 @@ class PredictorConfig:
                 raise PredictorError(f"The predictor's configuration says {name} = {value!r}; allowed is 1 to {limit}.")
         if config.heads % config.kv_heads or config.rope_dim % 2 or config.rope_dim > config.head_dim:
             raise PredictorError("The predictor's configuration contradicts itself (heads, kv_heads, rope_dim).")
+        if config.kind not in KINDS:
+            raise PredictorError(f"The predictor's kind '{config.kind}' is unknown; it was made by another version.")
         return config
 
     @property
@@ -68,7 +76,9 @@ class PredictorConfig:
         return self.rope_type if self.rope_type in ("dynamic", "longrope") else ""
 
 
-def from_hf(config: Mapping[str, Any], kind: str, rope: tuple[str, int, float], bf16: bool) -> PredictorConfig:
+def from_hf(
+    config: Mapping[str, Any], kind: str, rope: tuple[str, int, float], bf16: bool, exact_kv: bool
+) -> PredictorConfig:
     """Map a Hugging Face config (as a dict) of a supported family; `rope` is (type, rotated dims, scaling).
 
     Raises UnsupportedArchitecture, naming those that are supported.
@@ -80,6 +90,7 @@ def from_hf(config: Mapping[str, Any], kind: str, rope: tuple[str, int, float], 
         kv_heads=int(config.get("num_key_value_heads") or heads), head_dim=head_dim(config),
         intermediate=int(config["intermediate_size"]), vocab=int(config["vocab_size"]), norm_eps=float(config["rms_norm_eps"]),
         context_length=int(config["max_position_embeddings"]), rope_type=rope[0], rope_dim=rope[1], rope_scaling=rope[2], rope_bf16=bf16,
+        exact_kv=exact_kv,
     )  # fmt: skip
 
 

@@ -21,25 +21,11 @@ from torch import Tensor
 from codec import exact
 from codec.errors import PredictorError, UserError
 from codec.predictor.config import PredictorConfig
+from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
 from codec.predictor.rope import cos_sin, rotate
 
 _SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
 _HIDDEN_LIMIT = 1e30
-
-
-@dataclass
-class Linear:
-    """An FP8 linear layer: weight on the e4m3 grid, kept as bf16 (exact) [out, in]; scale float32 [out]; bias float32 [out] or None."""
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    def __call__(self, q: Tensor, scale: Tensor) -> Tensor:
-        """q float64 [R, in] on the e4m3 grid, scale float32 [R, 1] -> float32 [R, out]."""
-        total = exact.product(q, self.weight.to(torch.float32).to(torch.float64).T)
-        y = (total * scale.to(torch.float64) * self.scale.to(torch.float64)).to(torch.float32)
-        return y if self.bias is None else y + self.bias
 
 
 @dataclass
@@ -168,30 +154,40 @@ class Predictor:
             }
             expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
             expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
+        self._check_shapes(
+            expected, {f"layers.{i}.{n}.weight": STORED_DTYPES[c.form(n)] for i in range(c.layers) for n in widths}
+        )
+        longest = math.log2(max(c.hidden, c.intermediate, c.heads * c.head_dim))
+        exact.bound("FP8 products", 2 * exact.E4M3_UNITS - 0.38, longest)
+        exact.bound("int8 products in int32", 14 + 22, longest)
+        exact.bound("16-bit products", 15 + 15, longest)
+        exact.bound("attention scores", 30, math.log2(c.head_dim))
+        exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
+        exact.bound("squares of a row", 30, math.log2(c.hidden))
+
+    def _check_shapes(self, expected: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype]) -> None:
         for name, shape in expected.items():
             got = self._stored.get(name)
             if got is None or tuple(got.shape) != shape:
                 raise PredictorError(
                     f"The predictor's tensor '{name}' should have shape {shape} and has {None if got is None else tuple(got.shape)}."
                 )
-        exact.bound(
-            "FP8 products", 2 * exact.E4M3_UNITS - 0.38, math.log2(max(c.hidden, c.intermediate, c.heads * c.head_dim))
-        )
-        exact.bound("attention scores", 30, math.log2(c.head_dim))
-        exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
-        exact.bound("squares of a row", 30, math.log2(c.hidden))
+            if got.dtype != dtypes.get(name, got.dtype):
+                raise PredictorError(
+                    f"The predictor's tensor '{name}' has dtype {got.dtype}; its kind needs {dtypes[name]}."
+                )
 
     def _layer(self, i: int) -> Layer:
         t, name = self._stored, f"layers.{i}."
 
         def linear(n: str) -> Linear:
-            bias = t.get(f"{name}{n}.bias")
-            weight = t[f"{name}{n}.weight"].to(torch.float32).to(torch.bfloat16)  # e4m3 values are bf16 values
-            return Linear(
-                weight.to(self.device),
-                t[f"{name}{n}.scale"].to(self.device),
-                None if bias is None else bias.to(self.device),
-            )
+            form, bias, weight = self.config.form(n), t.get(f"{name}{n}.bias"), t[f"{name}{n}.weight"]
+            if form == "fp8":
+                weight = weight.to(torch.float32).to(
+                    torch.bfloat16
+                )  # e4m3 values are bf16 values, and those convert faster
+            bias = None if bias is None else bias.to(self.device)
+            return Linear(form, weight.to(self.device), t[f"{name}{n}.scale"].to(self.device), bias)
 
         step = exact.pow2(t["value_exponents"][i].to(torch.int32))[:, None, None].to(self.device)
         norm1, norm2 = (t[name + n].to(self.device) for n in ("norm1", "norm2"))
@@ -199,8 +195,12 @@ class Predictor:
         return Layer(q, k, v, o, linear("gate"), linear("up"), linear("down"), norm1, norm2, step)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of int64 positions [R]: float32 [R, rope_dim / 2] each."""
+        """cos and sin of int64 positions [R] as the target uses them: float32 [R, rope_dim / 2] each."""
         return cos_sin(self._inverse, self._starts, positions, self.config.rope_scaling, self.config.rope_bf16)
+
+    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles themselves, neither scaled nor rounded further: a rotation."""
+        return cos_sin(self._inverse, self._starts, positions, 1.0, False)
 
 
 class Run:
@@ -226,32 +226,50 @@ class Run:
             for s, n in zip(states, self.lengths, strict=True)
         ]
         self.cos, self.sin = predictor.rope(torch.cat(places))
+        self._places = places
+        self._turns: list[tuple[Tensor, Tensor]] | None = None
         self.h = predictor.embed[ids].to(torch.float32)  # [R, hidden]
         self.seen: list[list[Seen]] = []  # a layer: a sequence
-        self.x: tuple[Tensor, Tensor] | None = None  # the layer's normalised, quantised input
+        self.x: Inputs | None = None  # the layer's normalised input
+        self.rms = self.h[:, :1]
 
     def guess(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Guessed K and V of a layer, float32 [J, T, D] each, for every sequence."""
         w = self.p.layers[layer]
-        self.x = exact.quantise_e4m3(self._norm(self.h, w.norm1))
-        k = rotate(self._heads(w.k(*self.x), self.c.kv_heads), self.cos, self.sin)
-        v = self._heads(w.v(*self.x), self.c.kv_heads)
+        x, self.rms = self._norm(self.h, w.norm1)
+        self.x = Inputs(x)
+        k = rotate(self._heads(w.k(self.x), self.c.kv_heads), self.cos, self.sin)
+        v = self._heads(w.v(self.x), self.c.kv_heads)
         return list(zip(k.split_with_sizes(self.lengths, 1), v.split_with_sizes(self.lengths, 1), strict=True))
 
-    def advance(self, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Go on to the next layer, with attention over these K and V (finite float32 [J, T, D]) and all earlier ones."""
+    def advance(
+        self, layer: int, kv: Sequence[tuple[Tensor, Tensor]], corrections: Sequence[Tensor] | None = None
+    ) -> None:
+        """Go on to the next layer, with attention over these K and V (finite float32 [J, T, D]) and all earlier ones.
+
+        corrections: float32 [T, hidden] a sequence, in units of the state's RMS: added to the hidden state before q is computed.
+        """
         w = self.p.layers[layer]
+        if corrections is not None:
+            self.h = self.h + torch.cat(list(corrections)) * self.rms
+            self.x = Inputs(self._norm(self.h, w.norm1)[0])
         assert self.x is not None, "guess(layer) comes before advance(layer)"
-        q = rotate(self._heads(w.q(*self.x), self.c.heads), self.cos, self.sin)  # [H, R, D]
+        q = rotate(self._heads(w.q(self.x), self.c.heads), self.cos, self.sin)  # [H, R, D]
         new = [self._integers(k, v, w) for k, v in kv]
         seen = [s.layers[layer].then(n) if s.length else n for s, n in zip(self.states, new, strict=True)]
         self.seen.append(seen)
         out = [self._attend(part, s, w) for part, s in zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)]
-        h = self.h + w.o(*exact.quantise_e4m3(torch.cat(out)))
-        x = exact.quantise_e4m3(self._norm(h, w.norm2))
-        y = exact.silu(w.gate(*x)) * w.up(*x)
-        self.h = (h + w.down(*exact.quantise_e4m3(y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
+        h = self.h + w.o(Inputs(torch.cat(out)))
+        x = Inputs(self._norm(h, w.norm2)[0])
+        y = exact.silu(w.gate(x)) * w.up(x)
+        self.h = (h + w.down(Inputs(y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
         self.x = None
+
+    def turns(self) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of every sequence's new tokens, float32 [T, rope_dim / 2] each: what un-rotates K."""
+        if self._turns is None:
+            self._turns = [self.p.turn(places) for places in self._places]
+        return self._turns
 
     def commit(self) -> None:
         """Make the new tokens part of the states; every layer but the last must have been advanced."""
@@ -266,13 +284,13 @@ class Run:
         """[R, heads * D] -> [heads, R, D]"""
         return x.view(len(x), heads, self.c.head_dim).transpose(0, 1)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm of rows: squares summed as integers of the row's own scale."""
+    def _norm(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """RMS norm of rows, and the RMS [R, 1]: squares summed as integers of the row's own scale."""
         q, scale = exact.row_integers(x)
         wide, step = q.to(torch.float64), scale.to(torch.float64)
         mean = exact.row_sum(wide * wide) * (1.0 / self.c.hidden) * (step * step)  # exact: a constant, one rounding
         rms = torch.sqrt(mean + self.c.norm_eps).to(torch.float32)
-        return (x / rms) * weight
+        return (x / rms) * weight, rms
 
     def _integers(self, k: Tensor, v: Tensor, w: Layer) -> Seen:
         keys, scale = exact.row_integers(k)

@@ -1,0 +1,94 @@
+"""How a layer is coded and what the predictor then goes on with: the part in which open and closed loop differ.
+
+Open loop (DESIGN 3): a Gaussian around the guess for each scalar; the predictor goes on with its own guesses.
+Closed loop (DESIGN 4): closed_loop.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from codec.entropy import decode_tensor, encode_tensor
+from codec.formats import NumberFormat
+from codec.ideal import ideal_bits
+from codec.predictor import Run
+from codec.residual import CellModel, ChannelScales, place
+
+Pair = tuple[Tensor, Tensor]  # K and V, [kv_heads, tokens, head_dim] each; or cos and sin
+
+
+@dataclass(frozen=True)
+class Next:
+    """What the predictor goes on with: K and V to attend to, finite float32; a correction of its hidden state or None."""
+
+    attend: Pair
+    correction: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CodedLayer:
+    """(K, V) bitstreams, ideal code lengths in bits (0 when not asked for), escaped scalars, and how to go on."""
+
+    streams: tuple[bytes, bytes]
+    ideal: tuple[float, float]
+    escapes: int
+    next: Next
+
+
+@dataclass(frozen=True)
+class DecodedLayer:
+    """K and V in the cache's dtype, and how to go on."""
+
+    values: Pair
+    next: Next
+
+
+class LoopCodec(Protocol):
+    """Codes layers of one profile. `turn` is cos and sin of the tokens' RoPE angles, float32 [tokens, rotated dims / 2]."""
+
+    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool) -> CodedLayer:
+        """Code the true K and V of a layer."""
+
+    def decode(self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair) -> DecodedLayer:
+        """The inverse; raises CorruptBlob."""
+
+
+def follow(run: Run, layer: int, steps: Sequence[Next]) -> None:
+    """Advance a run of several sequences by what each of them goes on with."""
+    corrections = [step.correction for step in steps if step.correction is not None]
+    run.advance(layer, [step.attend for step in steps], corrections or None)
+
+
+class OpenLoop:
+    """The method as published: one scale for each K or V, head and channel."""
+
+    def __init__(
+        self, scales: Sequence[tuple[ChannelScales, ChannelScales]], model: CellModel, fmt: NumberFormat
+    ) -> None:
+        self._scales, self._model, self._fmt = scales, model, fmt
+
+    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool) -> CodedLayer:
+        """See LoopCodec."""
+        streams, floors, escapes = [], [], 0
+        for values, mean, scales in zip(truth, guess, self._scales[layer], strict=True):
+            patterns = self._fmt.patterns(values)
+            stream, escaped = encode_tensor(
+                patterns.reshape(-1), place(mean, scales, self._fmt), self._model, self._fmt
+            )
+            streams.append(stream)
+            floors.append(ideal_bits(patterns, mean, scales.sigma(), self._fmt) if ideal else 0.0)
+            escapes += escaped
+        return CodedLayer((streams[0], streams[1]), (floors[0], floors[1]), escapes, Next(guess))
+
+    def decode(self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair) -> DecodedLayer:
+        """See LoopCodec."""
+        values = []
+        for stream, mean, scales in zip(streams, guess, self._scales[layer], strict=True):
+            patterns = decode_tensor(stream, place(mean, scales, self._fmt), self._model, self._fmt)
+            values.append(self._fmt.tensor(np.ascontiguousarray(patterns)).view(tuple(mean.shape)))
+        return DecodedLayer((values[0], values[1]), Next(guess))
