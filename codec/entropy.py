@@ -11,6 +11,8 @@ The bitstream is the coder's 32-bit words, little-endian. ANS is a stack: the en
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import constriction
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,8 @@ from codec.formats import NumberFormat
 from codec.residual import BLOCK, BLOCKS, WINDOW, CellModel, Freqs, Placement, zero_cell_frequencies
 
 SLICE = 1 << 15
-BACKEND = (
-    "constriction-ans24/" + constriction.__version__.split(".")[1]
-    if hasattr(constriction, "__version__")
-    else "constriction-ans24"
-)
+# constriction bumps its leading version when its output changes (0.x counts as leading).
+BACKEND = "constriction-ans24/" + ".".join(version("constriction").split(".")[:2])
 
 _Ans = constriction.stream.stack.AnsCoder
 _Categorical = constriction.stream.model.Categorical

@@ -119,8 +119,12 @@ class Profile:
             tensors = safetensors.numpy.load(data)
             length = int.from_bytes(data[:8], "little")
             facts = ProfileFacts(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["profile"]))
-            profile = cls(facts, tensors["grid"], tensors["reciprocal"], tensors["table"].astype(np.int64))
+            profile = cls(facts, tensors["grid"], tensors["reciprocal"], tensors["table"])
             profile._check()
+            if profile.to_bytes() != data:  # else its id would not be that of the stored bytes
+                raise ProfileError(
+                    "The stored profile is not in canonical form; it is corrupt or was not written by this codec."
+                )
         except ProfileError:
             raise
         except Exception as error:  # a hostile file can fail in many ways inside the parsers
@@ -137,6 +141,9 @@ class Profile:
             raise ProfileError(
                 f"The profile was made for coder '{f.coder}'; this installation has '{BACKEND}', which codes other bits."
             )
+        ids = ((f.target, 32), (f.predictor, 32), (f.known_answer, 16))
+        if any(len(bytes.fromhex(text)) != size for text, size in ids if text or size == 32) or f.loop != "open":
+            raise ProfileError("The profile's ids or its loop are malformed; it is corrupt or of another version.")
         shape = (f.layers, 2, f.kv_heads, f.head_dim)
         if (
             self.grid.shape != shape
@@ -155,7 +162,8 @@ class Profile:
             raise ProfileError("The profile's scales are out of range.")
         table = self.table
         if (
-            table.shape != (2 * TABLE_REACH + 1,)
+            table.dtype != np.int64
+            or table.shape != (2 * TABLE_REACH + 1,)
             or table[0] != 0
             or table[-1] != 1 << TABLE_BITS
             or bool((np.diff(table) < 0).any())

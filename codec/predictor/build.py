@@ -14,11 +14,10 @@ from torch import Tensor
 
 from codec import exact
 from codec.errors import UnsupportedFormat, UserError
-from codec.predictor.config import check_family, from_hf, head_dim
+from codec.predictor.config import KINDS, check_family, from_hf, head_dim
 from codec.predictor.decoder import Predictor
 from codec.predictor.rope import frequencies
 
-KINDS = ("fp8",)
 PROJECTIONS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
                "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}  # fmt: skip
 VALUE_HEADROOM = 7  # a value head's integers reach 2**VALUE_HEADROOM times its expected RMS

@@ -148,7 +148,9 @@ class Predictor:
         return Run(self, states, token_ids)
 
     def advance(self, state: PredictorState, token_ids: Tensor) -> None:
-        """Take tokens in without coding anything."""
+        """Take tokens, which may be none, in without coding anything."""
+        if not len(token_ids):
+            return
         run = self.run([state], [token_ids])
         for layer in range(self.config.layers - 1):
             run.advance(layer, run.guess(layer))
@@ -168,12 +170,29 @@ class Predictor:
             }
             expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
             expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
+        regimes = self._stored["rope.starts"].shape[:1] if "rope.starts" in self._stored else torch.Size([1])
+        expected |= {"rope.starts": tuple(regimes), "rope.inverse": (*regimes, c.rope_dim // 2)}
         for name, shape in expected.items():
             got = self._stored.get(name)
-            if got is None or tuple(got.shape) != shape:
+            if got is None or tuple(got.shape) != shape or got.dtype not in _dtypes(name):
+                found = None if got is None else (tuple(got.shape), got.dtype)
                 raise PredictorError(
-                    f"The predictor's tensor '{name}' should have shape {shape} and has {None if got is None else tuple(got.shape)}."
+                    f"The predictor's tensor '{name}' should have shape {shape} and a type of {_dtypes(name)}; it has {found}."
                 )
+            if got.is_floating_point() and not bool(torch.isfinite(got.to(torch.float32)).all()):
+                raise PredictorError(
+                    f"The predictor's tensor '{name}' holds a NaN or an infinity; the file is corrupt."
+                )
+        starts: list[int] = self._stored["rope.starts"].tolist()
+        if (
+            not starts
+            or starts[0] != 0
+            or starts != sorted(set(starts))
+            or bool((self._stored["value_exponents"].abs() > 60).any())
+        ):
+            raise PredictorError(
+                "The predictor's rotary regimes or value exponents are out of range; the file is corrupt."
+            )
         exact.bound(
             "FP8 products", 2 * exact.E4M3_UNITS - 0.38, math.log2(max(c.hidden, c.intermediate, c.heads * c.head_dim))
         )
@@ -203,6 +222,15 @@ class Predictor:
         return cos_sin(self._inverse, self._starts, positions, self.config.rope_scaling, self.config.rope_bf16)
 
 
+def _dtypes(name: str) -> tuple[torch.dtype, ...]:
+    """The types that a stored tensor may have."""
+    if name == "embed":
+        return (torch.bfloat16, torch.float32)
+    if name.endswith(".weight"):
+        return (torch.float8_e4m3fn,)
+    return ({"value_exponents": torch.int32, "rope.starts": torch.int64}.get(name, torch.float32),)
+
+
 class Run:
     """One forward pass over the new tokens of a batch, a layer at a time: guess(0), advance(0, kv), guess(1), …, commit().
 
@@ -213,6 +241,8 @@ class Run:
     def __init__(self, predictor: Predictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> None:
         self.p, self.c = predictor, predictor.config
         self.states, self.lengths = list(states), [len(t) for t in token_ids]
+        if len({id(s) for s in states}) < len(states):
+            raise ValueError("A state cannot be in one batch twice.")
         for state, n in zip(states, self.lengths, strict=True):
             if state.length + n > self.c.context_length:
                 raise UserError(

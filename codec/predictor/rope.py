@@ -96,7 +96,7 @@ def _yarn(  # exact: computed once and stored
 def _longrope(  # exact: computed once and stored
     powers: Tensor, p: Mapping[str, Any], original: int, context: int
 ) -> Frequencies:
-    factor = context / original
+    factor = float(p.get("factor") or context / original)
     scaling = p.get("attention_factor")
     if scaling is None:
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
