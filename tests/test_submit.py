@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -54,11 +55,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         wait_for(f"{address}/api/version", process, folder / "log")
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        process.terminate()  # the head ends its own processes; told of it themselves, they make it wait for a drain
         try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=40)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it left of its group
             process.wait()
         shutil.rmtree(temporary, ignore_errors=True)
 
