@@ -105,7 +105,14 @@ def _parse(blob: bytes, flags: int, length: int) -> BlobHeader:
     )
     fmt = format_by_code(code)
     want = _PREFIX.size + _FIXED.size + scales * _SCALE.size + layers * _LAYER.size + 16
-    if flags or fmt is None or length != want or not 1 <= layers <= MAX_LAYERS or not 1 <= tokens <= MAX_TOKENS:
+    if (
+        flags
+        or scales
+        or fmt is None
+        or length != want
+        or not 1 <= layers <= MAX_LAYERS
+        or not 1 <= tokens <= MAX_TOKENS
+    ):
         raise errors.MalformedHeader(
             f"The blob's header contradicts itself (flags {flags}, format {code}, {layers} layers, {tokens} tokens, {length} bytes)."
         )

@@ -175,20 +175,23 @@ def freeze_closed(
 
 
 def known_answer(predictor: Predictor, profile: Profile) -> bytes:
-    """Digest of the bitstreams of a made-up chunk: fixed tokens, and a truth near the guesses with every kind of outlier.
+    """Digest of the guesses and bitstreams of a made-up prompt: fixed tokens, and a truth near the guesses with every kind of outlier.
 
     It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt; 16 bytes.
     """
     c, fmt = predictor.config, profile.format
     tokens = torch.arange(KNOWN_TOKENS, dtype=torch.int64) * 7919 % min(c.vocab, 50021)
+    tokens = tokens[: predictor.context_length]
     state, digests = predictor.new_state(), []
-    for part in tokens[: predictor.context_length].split(KNOWN_TOKENS // 2):
+    for begin in range(0, len(tokens), KNOWN_TOKENS // 2):
+        part = tokens[begin : begin + KNOWN_TOKENS // 2]
         run = predictor.run([state], [part])
         for layer in range(c.layers):
             guess = run.guess(layer)[0]
             truth = _made_up_truth(guess[0], layer, fmt), _made_up_truth(guess[1], layer + 1, fmt)
             coded = profile.loop_codec.encode(layer, truth, guess, run.turns()[0], False)
-            digests.append(digest(coded.streams[0] + coded.streams[1]))
+            exactly = b"".join(g.cpu().contiguous().view(torch.int32).numpy().astype("<i4").tobytes() for g in guess)
+            digests.append(digest(exactly + coded.streams[0] + coded.streams[1]))
             if layer < c.layers - 1:
                 follow(run, layer, [coded.next])
         run.commit()

@@ -31,6 +31,13 @@ class ChunkIdentity:
     parent_digest: bytes
     first_token: int
 
+    def __post_init__(self) -> None:
+        sizes = (len(self.target), len(self.prefix_key), len(self.parent_digest))
+        if sizes != (32, 32, 16):
+            raise ValueError(
+                f"A chunk's target, key and parent digest must have 32, 32 and 16 bytes; they have {sizes}."
+            )
+
 
 @dataclass(frozen=True)
 class ChunkStats:
@@ -120,7 +127,7 @@ def encode_batch(
     _check_pair(predictor, profile)
     fmt, c = profile.format, predictor.config
     for t in tasks:
-        _check_truth(t, fmt, predictor)
+        _check_truth(t, fmt, predictor, profile.target)
     sums = [checksums.layer_checksums(t.truth, fmt) for t in tasks]
     books = [_Book() for _ in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
@@ -134,8 +141,9 @@ def encode_batch(
             book.add(part)
         if layer < c.layers - 1:
             follow(run, layer, [part.next for part in coded])
+    out = [_finish(predictor, profile, *parts) for parts in zip(tasks, books, sums, strict=True)]
     run.commit()
-    return [_finish(predictor, profile, *parts) for parts in zip(tasks, books, sums, strict=True)]
+    return out
 
 
 def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeTask]) -> list[DecodedChunk]:
@@ -234,13 +242,15 @@ def _check_pair(predictor: Predictor, profile: Profile) -> None:
         )
 
 
-def _check_truth(task: EncodeTask, fmt: NumberFormat, predictor: Predictor) -> None:
+def _check_truth(task: EncodeTask, fmt: NumberFormat, predictor: Predictor, target: bytes) -> None:
     c, tokens = predictor.config, len(task.token_ids)
     shape = (c.kv_heads, tokens, c.head_dim)
     if tokens < 1 or len(task.truth) != c.layers:
         raise errors.UserError(
             f"A chunk needs at least one token and {c.layers} layers; given were {tokens} and {len(task.truth)}."
         )
+    if task.identity.target != target:
+        raise errors.WrongTarget("The chunk is of another target than the one that the profile was calibrated for.")
     if task.identity.first_token != task.state.length:
         raise errors.UserError(
             f"The chunk begins at token {task.identity.first_token}, but the predictor has seen {task.state.length}."

@@ -230,11 +230,13 @@ class Geometry:
 
     def first(self, x: Floats) -> Floats:
         """The first K channel of every pair: [P, T]."""
-        return x[self.first_rows]
+        rows: Floats = x[self.first_rows]
+        return rows
 
     def second(self, x: Floats) -> Floats:
         """The second."""
-        return x[self.second_rows]
+        rows: Floats = x[self.second_rows]
+        return rows
 
     def unrotate(self, x: Floats) -> Floats:
         """K channels [J * D, T] to pairs in the coding order: rows a, b, a, b, …"""
@@ -270,7 +272,8 @@ class PairLaw:
 
     def second(self, first: Floats) -> Floats:
         """Mean of the second channel's residual given the first's."""
-        return self._mean_second + self._slope * (first - self.mean_first)
+        mean: Floats = self._mean_second + self._slope * (first - self.mean_first)
+        return mean
 
 
 class Means:

@@ -11,6 +11,8 @@ The bitstream is the coder's 32-bit words, little-endian. ANS is a stack: the en
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import constriction
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,8 @@ from codec.formats import NumberFormat
 from codec.residual import BLOCK, BLOCKS, WINDOW, CellModel, Freqs, Placement, zero_cell_frequencies
 
 SLICE = 1 << 15
-BACKEND = (
-    "constriction-ans24/" + constriction.__version__.split(".")[1]
-    if hasattr(constriction, "__version__")
-    else "constriction-ans24"
-)
+# constriction bumps its leading version when its output changes (0.x counts as leading).
+BACKEND = "constriction-ans24/" + ".".join(version("constriction").split(".")[:2])
 
 _Ans = constriction.stream.stack.AnsCoder
 _Categorical = constriction.stream.model.Categorical
@@ -37,20 +36,21 @@ class Encoder:
     """Collects stages in decoding order and codes them when finished."""
 
     def __init__(self) -> None:
-        self._stages: list[tuple[NDArray[np.int32], Freqs | NDArray[np.int32]]] = []
+        self._stages: list[tuple[NDArray[np.int32], Freqs | Ints]] = []
 
     def stage(self, symbols: Ints, parameters: Freqs | Ints) -> None:
         """Symbols with a row of frequencies each, or values with a size each (2 or more), all equally likely."""
         if len(symbols):
-            kind = parameters if parameters.ndim == 2 else parameters.astype(np.int32)
-            self._stages.append((symbols.astype(np.int32), kind))
+            self._stages.append((symbols.astype(np.int32), parameters))
 
     def finish(self) -> bytes:
         """The bitstream."""
         coder = _Ans()
         for symbols, parameters in reversed(self._stages):
-            model = _Categorical(perfect=False) if parameters.ndim == 2 else _Uniform()
-            coder.encode_reverse(symbols, model, parameters)
+            if parameters.ndim == 2:
+                coder.encode_reverse(symbols, _Categorical(perfect=False), parameters)
+            else:
+                coder.encode_reverse(symbols, _Uniform(), parameters.astype(np.int32))
         return bytes(coder.get_compressed().astype("<u4").tobytes())
 
 

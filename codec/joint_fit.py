@@ -68,7 +68,7 @@ def fit(moments: LayerMoments) -> JointLayer:
     )
 
 
-def _rows_to_int16(x: Floats) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
+def _rows_to_int16(x: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
     """(unit, integers): row i of x is about integers[i] * 2**unit[i]."""
     top = np.maximum(np.abs(x).max(1), 2.0**-80)
     unit = np.clip(np.ceil(np.log2(top)) - 15, -120, 120).astype(np.int64)

@@ -142,13 +142,16 @@ class Profile:
             facts = ProfileFacts(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["profile"]))
             profile = cls(facts, tensors)
             profile._check()
+            if profile.to_bytes() != data:  # else its id would not be that of the stored bytes
+                raise ProfileError(
+                    "The stored profile is not in canonical form; it is corrupt or was not written by this codec."
+                )
         except ProfileError:
             raise
         except Exception as error:  # a hostile file can fail in many ways inside the parsers
             raise ProfileError(
                 f"The stored profile cannot be read ({type(error).__name__}: {error}); it is corrupt or of another version."
             ) from None
-        profile.__dict__["id"] = content_id(data)
         return profile
 
     def _check(self) -> None:
@@ -161,6 +164,9 @@ class Profile:
             )
         if f.loop not in LOOPS:
             raise ProfileError(f"The profile is for loop '{f.loop}'; this release knows {', '.join(LOOPS)}.")
+        ids = ((f.target, 32), (f.predictor, 32), (f.known_answer, 16))
+        if any(len(bytes.fromhex(text)) != size for text, size in ids if text or size == 32):
+            raise ProfileError("The profile's ids are malformed; it is corrupt or of another version.")
         table = self.tensors["table"]
         if table.shape != (2 * TABLE_REACH + 1,) or table.dtype != np.int64 or not _is_distribution(table):
             raise ProfileError("The profile's table of probabilities is malformed.")

@@ -115,10 +115,10 @@ def place_values(mean: NDArray[np.float64], scales: ChannelScales, fmt: NumberFo
     grid, reciprocal = np.broadcast_to(scales.grid, shape), np.broadcast_to(scales.reciprocal, shape)
     # by way of float32: torch rounds float64 to 16 bits in two steps, and not everywhere alike
     nearest = fmt.patterns(torch.from_numpy(mean.astype(np.float32)).to(fmt.dtype))
-    mean = np.rint(np.clip(np.ldexp(mean, FRACTION - grid), -(2.0**56), 2.0**56)).astype(np.int64)
+    at = np.rint(np.clip(np.ldexp(mean, FRACTION - grid), -(2.0**56), 2.0**56)).astype(np.int64)
     n, _ = cells.cell_of(nearest, grid, fmt)
     limit = cells.cell_limit(fmt)
-    return Placement(mean, np.clip(n - WINDOW // 2, -limit, limit - WINDOW), grid, reciprocal)
+    return Placement(at, np.clip(n - WINDOW // 2, -limit, limit - WINDOW), grid, reciprocal)
 
 
 class CellModel:

@@ -29,10 +29,11 @@ COMMANDS = {"rate": rate}  # name on the command line -> module, as described in
 def parser() -> argparse.ArgumentParser:
     """The command line: a sub-command a benchmark."""
     p = argparse.ArgumentParser(prog="benchmark.py", description="Measure the codec.")
-    commands = p.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    commands = p.add_subparsers(dest="command", required=True, metavar="BENCHMARK", title="benchmarks")
     for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
-        sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        plain = argparse.RawDescriptionHelpFormatter
+        sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=plain)
         module.add_arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object on the last line instead of a table")
         sub.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -82,6 +83,14 @@ def guesses(predictor: codec.Predictor, state: codec.PredictorState, ids: Tensor
     return out
 
 
+def state_after(predictor: codec.Predictor, ids: Tensor) -> codec.PredictorState:
+    """A state that has seen these tokens, which may be none."""
+    state = predictor.new_state()
+    if len(ids):
+        predictor.advance(state, ids)
+    return state
+
+
 def cast(values: Tensor, fmt: NumberFormat) -> Tensor:
     """To the cache's dtype, within its range."""
     return values.clamp(-fmt.max_finite, fmt.max_finite).to(fmt.dtype)
@@ -100,7 +109,9 @@ def truth(
     return [(noisy(k), noisy(v)) for k, v in guesses(predictor, state, ids)]
 
 
-def make_profile(predictor: codec.Predictor, name: str = "bf16", *, target: bytes = TARGET, count: int = 96) -> codec.Profile:
+def make_profile(
+    predictor: codec.Predictor, name: str = "bf16", *, target: bytes = TARGET, count: int = 96
+) -> codec.Profile:
     """A profile by the real calibration, over a synthetic cache."""
     ids = tokens(count, vocab=predictor.config.vocab, seed=7)
     sample = truth(predictor, predictor.new_state(), ids, FORMATS[name], seed=7)
@@ -116,7 +127,9 @@ def tiny_profile(name: str = "bf16") -> codec.Profile:
 
 def keys(ids: Tensor, chunk_tokens: int, name: str = "bf16", target: bytes = TARGET) -> list[bytes]:
     """Chunk keys of a prompt."""
-    return codec.chunk_keys(codec.root_key(target=target, cache_format=name, chunk_tokens=chunk_tokens), ids.numpy(), chunk_tokens)
+    return codec.chunk_keys(
+        codec.root_key(target=target, cache_format=name, chunk_tokens=chunk_tokens), ids.numpy(), chunk_tokens
+    )
 
 
 def encode_prompt(
@@ -160,7 +173,10 @@ def joined(chunks: list[codec.DecodedChunk]) -> Layers:
 def same_bits(a: Layers, b: Layers) -> bool:
     """Equal as bit patterns: NaNs equal themselves, -0 differs from +0."""
     pairs = [(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
-    return all(x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16)) for x, y in pairs)
+    return all(
+        x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
+        for x, y in pairs
+    )
 
 
 def hostile_patterns(fmt: NumberFormat) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -191,3 +207,18 @@ def with_hostile(values: Layers, fmt: NumberFormat, *, token: int) -> Layers:
 def scales(grid: np.ndarray[Any, Any], reciprocal: np.ndarray[Any, Any]) -> ChannelScales:
     """Channel scales from integers [kv_heads, dim]."""
     return ChannelScales(grid.astype(np.int64)[:, None, :], reciprocal.astype(np.int64)[:, None, :])
+
+
+def refused_all(parse: Callable[[bytes], object], files: list[bytes], error: type[Exception]) -> None:
+    """Each of these files must raise `error` when it is parsed."""
+    problems = []
+    for n, data in enumerate(files):
+        try:
+            parse(data)
+        except error:
+            continue
+        except Exception as other:
+            problems.append(f"number {n} raised {type(other).__name__}: {other}")
+        else:
+            problems.append(f"number {n} was taken")
+    assert not problems, "malformed files: " + "; ".join(problems)

@@ -55,6 +55,11 @@ def benchmark(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script), *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
+def settings_for(model: Path, corpus: Path, *, train: int = 1, test: int = 1) -> rate.Settings:
+    paths = (str(model), str(corpus), str(corpus))
+    return rate.Settings(*paths, tokens=90, train=train, test=test, chunk_tokens=40, threads=1)
+
+
 def options(model: Path, corpus: Path) -> list[str]:
     return (
         f"rate --model {model} --calibration {corpus} --eval {corpus} --predictor fp8 --loop open --cache-dtype bf16 "
@@ -71,14 +76,15 @@ def test_command_line(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
     assert result["bits_per_scalar"] == pytest.approx(8 * result["stored_bytes"] / result["scalars"])
     assert result["ratio"] == pytest.approx(16 / result["bits_per_scalar"])
     settings = result["settings"]
-    assert (settings["prompts"], settings["tokens"], settings["threads"], settings["eval"]) == ([1, 3], 90, 1, "corpus.jsonl")
-    assert result["machine"]["cpu"] and result["machine"]["cores"] >= 1 and result["machine"]["torch"] == torch.__version__
+    expected = {"prompts": [1, 3], "tokens": 90, "threads": 1, "eval": "corpus.jsonl", "cache_dtype": "bf16"}
+    assert settings | expected == settings
+    assert result["machine"]["cpu"] and result["machine"]["torch"] == torch.__version__
     assert min(result["peak_rss_bytes"], result["peak_rss_decode_bytes"]) > 10_000_000
     assert not list(tmp_path.glob("kv-rate-*"))
 
 
 def test_rate_is_that_of_the_bytes_on_disk(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
-    settings = rate.Settings(str(tiny_model), str(corpus), str(corpus), tokens=90, train=2, test=3, chunk_tokens=40, threads=1)
+    settings = settings_for(tiny_model, corpus, train=2, test=3)
     result = rate.measure_rate(settings, tmp_path, lambda text: None)
     sizes = [path.stat().st_size for path in (tmp_path / "store").rglob("*.kv")]
     scalars = 3 * 90 * 3 * 2 * 2 * 16  # prompts, tokens, layers, K and V, heads, dimensions
@@ -91,7 +97,6 @@ def test_rate_is_that_of_the_bytes_on_disk(tiny_model: Path, corpus: Path, tmp_p
     assert streams + result["header_bytes"] == pytest.approx(sum(sizes))
     ideal = (result["ideal_bits_k"] + result["ideal_bits_v"]) / 2
     assert result["ideal_bits_per_scalar"] == pytest.approx(ideal)
-    assert result["ideal_bits_k"] < result["bits_k"] * 1.001 and result["ideal_bits_v"] < result["bits_v"] * 1.001
     assert dict(rate.rows(result))["verified"] == "9 chunks"
 
 
@@ -103,7 +108,7 @@ def test_other_bits_are_not_verified(
 
     decode = rate.decode_elsewhere
     monkeypatch.setattr(rate, "decode_elsewhere", lying)
-    settings = rate.Settings(str(tiny_model), str(corpus), str(corpus), tokens=90, train=1, test=1, chunk_tokens=40, threads=1)
+    settings = settings_for(tiny_model, corpus)
     result = rate.measure_rate(settings, tmp_path, lambda text: None)
     assert result["verified"] is False
     assert "NO" in dict(rate.rows(result))["verified"]
@@ -113,8 +118,9 @@ def test_prompts(tiny_model: Path, corpus: Path) -> None:
     tokenizer = load_tokenizer(resolve_model(tiny_model))
     prompts = read_prompts(str(corpus), tokenizer, tokens=90, count=3)
     records = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
-    assert plain_text(records[3]).startswith('[\n {\n  "type": "function",\n') and "gr\\u00f6\\u00dfe" in plain_text(records[3])
-    assert plain_text(records[3]).endswith("\n]\n<user>\n" + PHRASES[2] * 20)
+    text = plain_text(records[3])
+    assert text.startswith('[\n {\n  "type": "function",\n') and '"gr\\u00f6\\u00dfe"' in text
+    assert text.endswith("\n]\n<user>\n" + PHRASES[2] * 20)
     for ids, record in zip(prompts, (records[0], records[2], records[3]), strict=True):
         assert ids.dtype == torch.int64
         assert ids.tolist() == tokenizer(plain_text(record), add_special_tokens=False).input_ids[:90]
@@ -130,7 +136,7 @@ def test_prompts(tiny_model: Path, corpus: Path) -> None:
     ],
 )
 def test_bad_requests(tiny_model: Path, corpus: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    settings = rate.Settings(str(tiny_model), str(corpus), str(corpus), tokens=90, train=1, test=1, threads=1)
+    settings = settings_for(tiny_model, corpus)
     with pytest.raises(UserError, match=said):
         rate.measure_rate(replace(settings, **change), tmp_path, lambda text: None)
     assert not (tmp_path / "store").exists()

@@ -152,7 +152,9 @@ def test_blobs_without_rows_are_adopted_with_checksums_of_their_own_bits(job: Jo
     assert [c.outcome for c in ours] == [ADOPTED] * 3
     assert rows_of(ours) == rows_of(theirs)
     assert [c.stored_bytes for c in ours] == [c.stored_bytes for c in theirs]
-    assert [(c.stats.bytes_k, c.stats.scalars_v) for c in ours] == [(c.stats.bytes_k, c.stats.scalars_v) for c in theirs]
+    assert [(c.stats.bytes_k, c.stats.scalars_v) for c in ours] == [
+        (c.stats.bytes_k, c.stats.scalars_v) for c in theirs
+    ]
 
 
 class Racing(Store):

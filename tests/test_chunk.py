@@ -1,12 +1,16 @@
-"""Chunks: round trips over sizes and hostile values, batches, and states that survive errors."""
+"""Chunks: round trips over sizes and hostile values, batches, states that survive errors; calibration and stored profiles."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +41,11 @@ def part(values: samples.Layers, begin: int, end: int) -> samples.Layers:
 
 def fingerprint(state: codec.PredictorState) -> tuple[int, list[tuple[int, ...]], int]:
     parts = [t for seen in state.layers for t in (seen.keys, seen.key_scale, seen.values)]
-    return state.length, [tuple(t.shape) for t in parts], hash(b"".join(t.contiguous().numpy().tobytes() for t in parts))
+    return (
+        state.length,
+        [tuple(t.shape) for t in parts],
+        hash(b"".join(t.contiguous().numpy().tobytes() for t in parts)),
+    )
 
 
 # ---------------------------------------------------------------- round trips
@@ -59,7 +67,10 @@ def test_hostile_values_in_the_middle_harm_nothing_after_them(name: str) -> None
     predictor, profile = samples.tiny(), samples.tiny_profile(name)
     ids, values = prompt(name)
     spoiled = samples.with_hostile(part(values, 0, 50), profile.format, token=25)
-    values = [(torch.cat([a[:, :50], b[:, 50:]], 1), torch.cat([c[:, :50], d[:, 50:]], 1)) for (a, c), (b, d) in zip(spoiled, values, strict=True)]
+    values = [
+        (torch.cat([a[:, :50], b[:, 50:]], 1), torch.cat([c[:, :50], d[:, 50:]], 1))
+        for (a, c), (b, d) in zip(spoiled, values, strict=True)
+    ]
     chunks = samples.encode_prompt(predictor, profile, ids, values, 25)
     decoded = samples.decode_prompt(predictor, profile, ids, [c.blob for c in chunks], 25)
     assert samples.same_bits(samples.joined(decoded), values)
@@ -74,11 +85,10 @@ def test_any_bit_patterns_round_trip(name: str, seed: int, count: int, before: i
     predictor, profile, rng = samples.tiny(), samples.tiny_profile(name), np.random.default_rng(seed)
     c, ids = predictor.config, samples.tokens(before + count, seed=seed % 1000)
     values = [
-        tuple(profile.format.tensor(rng.integers(0, 1 << 16, (c.kv_heads, count, c.head_dim))) for _ in range(2)) for _ in range(c.layers)
+        tuple(profile.format.tensor(rng.integers(0, 1 << 16, (c.kv_heads, count, c.head_dim))) for _ in range(2))
+        for _ in range(c.layers)
     ]
-    encoding, decoding = predictor.new_state(), predictor.new_state()
-    for state in (encoding, decoding):
-        predictor.advance(state, ids[:before])
+    encoding, decoding = (samples.state_after(predictor, ids[:before]) for _ in range(2))
     chunk = codec.encode(predictor, profile, encoding, ids[before:], values, identity(before))  # type: ignore[arg-type]
     back = codec.decode(predictor, profile, decoding, ids[before:], chunk.blob, identity(before))
     assert samples.same_bits(back.layers, values)  # type: ignore[arg-type]
@@ -96,13 +106,20 @@ def test_any_shape_of_model_round_trips(layers: int, kv_heads: int, groups: int,
     ids = samples.tokens(count)
     values = samples.truth(predictor, predictor.new_state(), ids, profile.format)
     chunk = codec.encode(predictor, profile, predictor.new_state(), ids, values, identity())
-    assert samples.same_bits(codec.decode(predictor, profile, predictor.new_state(), ids, chunk.blob, identity()).layers, values)
+    assert samples.same_bits(
+        codec.decode(predictor, profile, predictor.new_state(), ids, chunk.blob, identity()).layers, values
+    )
 
 
 def test_strided_truth_gives_the_same_blob() -> None:
     predictor, profile, (ids, values) = samples.tiny(), samples.tiny_profile(), prompt()
-    strided = [(k.transpose(0, 1).contiguous().transpose(0, 1), v.transpose(1, 2).contiguous().transpose(1, 2)) for k, v in values]
-    blobs = {codec.encode(predictor, profile, predictor.new_state(), ids, v, identity()).blob for v in (values, strided)}
+    strided = [
+        (k.transpose(0, 1).contiguous().transpose(0, 1), v.transpose(1, 2).contiguous().transpose(1, 2))
+        for k, v in values
+    ]
+    blobs = {
+        codec.encode(predictor, profile, predictor.new_state(), ids, v, identity()).blob for v in (values, strided)
+    }
     assert len(blobs) == 1
 
 
@@ -112,7 +129,10 @@ def test_stats_add_up() -> None:
     s = chunk.stats
     assert s.scalars_k == s.scalars_v == 2 * 2 * TOKENS * 12 and s.escapes == 0
     assert s.bytes_k + s.bytes_v + s.header_bytes == len(chunk.blob)
-    assert s.ideal_bits_k < 8 * s.bytes_k < 1.02 * s.ideal_bits_k + 64 * 2 and s.ideal_bits_v < 8 * s.bytes_v < 1.02 * s.ideal_bits_v + 64 * 2
+    assert (
+        s.ideal_bits_k < 8 * s.bytes_k < 1.02 * s.ideal_bits_k + 64 * 2
+        and s.ideal_bits_v < 8 * s.bytes_v < 1.02 * s.ideal_bits_v + 64 * 2
+    )
     assert chunk.blob == codec.encode(predictor, profile, predictor.new_state(), ids, values, identity()).blob
 
 
@@ -124,19 +144,21 @@ def test_a_batch_gives_the_bytes_of_its_parts() -> None:
     for n, (length, before) in enumerate(zip(lengths, (0, 5, 0, 20), strict=True)):
         ids, values = prompt(seed=n)
         for keep in (tasks, alone):
-            state = predictor.new_state()
-            predictor.advance(state, ids[:before])
+            state = samples.state_after(predictor, ids[:before])
             piece = slice(before, before + min(length, TOKENS - before))
-            keep.append(codec.EncodeTask(state, ids[piece], part(values, piece.start, piece.stop), identity(before, bytes([n]) * 32)))
+            keep.append(
+                codec.EncodeTask(
+                    state, ids[piece], part(values, piece.start, piece.stop), identity(before, bytes([n]) * 32)
+                )
+            )
     batch = codec.encode_batch(predictor, profile, tasks)
     single = [codec.encode(predictor, profile, t.state, t.token_ids, t.truth, t.identity) for t in alone]
     assert [c.blob for c in batch] == [c.blob for c in single] and [c.stats for c in batch] == [c.stats for c in single]
     assert [fingerprint(t.state) for t in tasks] == [fingerprint(t.state) for t in alone]
     decoding = []
     for t, c in zip(tasks, batch, strict=True):
-        state = predictor.new_state()
-        n = t.identity.prefix_key[0]
-        predictor.advance(state, prompt(seed=n)[0][: t.identity.first_token])
+        seen = prompt(seed=t.identity.prefix_key[0])[0][: t.identity.first_token]
+        state = samples.state_after(predictor, seen)
         decoding.append(codec.DecodeTask(state, t.token_ids, c.blob, t.identity))
     decoded = codec.decode_batch(predictor, profile, decoding)
     assert all(samples.same_bits(d.layers, list(t.truth)) for d, t in zip(decoded, tasks, strict=True))
@@ -151,6 +173,14 @@ def test_one_bad_blob_of_a_batch_leaves_all_states() -> None:
     with pytest.raises(errors.TruncatedBlob):
         codec.decode_batch(predictor, profile, tasks)
     assert [s.length for s in states] == [0, 0] and not states[0].layers
+
+
+def test_one_state_cannot_be_in_a_batch_twice() -> None:
+    predictor, profile, (ids, values) = samples.tiny(), samples.tiny_profile(), prompt()
+    state = predictor.new_state()
+    with pytest.raises(ValueError, match="twice"):
+        codec.encode_batch(predictor, profile, [codec.EncodeTask(state, ids, values, identity())] * 2)
+    assert state.length == 0
 
 
 # ---------------------------------------------------------------- states
@@ -169,6 +199,15 @@ def test_chunked_states_equal_whole_ones_and_truncated_ones() -> None:
             whole.truncate(bad)
 
 
+def test_no_tokens_are_nothing_to_advance_over() -> None:
+    predictor, ids = samples.tiny(), prompt()[0]
+    for seen in (0, 5):
+        state = samples.state_after(predictor, ids[:seen])
+        before = fingerprint(state)
+        predictor.advance(state, ids[:0])
+        assert fingerprint(state) == before
+
+
 def test_encode_decode_measure_and_advance_leave_the_same_state() -> None:
     predictor, profile, (ids, values) = samples.tiny(), samples.tiny_profile(), prompt()
     states = [predictor.new_state() for _ in range(4)]
@@ -181,8 +220,7 @@ def test_encode_decode_measure_and_advance_leave_the_same_state() -> None:
 
 def test_errors_leave_the_state_as_it_was() -> None:
     predictor, profile, (ids, values) = samples.tiny(), samples.tiny_profile(), prompt()
-    state = predictor.new_state()
-    predictor.advance(state, ids[:10])
+    state = samples.state_after(predictor, ids[:10])
     before, good, tail = fingerprint(state), part(values, 10, 20), ids[10:20]
     calls = {
         "beyond the vocabulary": (torch.full((10,), 101), good, identity(10)), "negative": (torch.full((10,), -1), good, identity(10)),
@@ -211,8 +249,7 @@ def test_a_state_at_the_wrong_place_fails_cleanly() -> None:
     first, second = samples.encode_prompt(predictor, profile, ids[:40], part(values, 0, 40), 20)
     i = codec.ChunkIdentity(samples.TARGET, samples.keys(ids[:40], 20)[1], first.chain_digest, 20)
     for seen in (0, 19, 21, 40):
-        state = predictor.new_state()
-        predictor.advance(state, ids[:seen])
+        state = samples.state_after(predictor, ids[:seen])
         with pytest.raises(errors.BlobError, match=f"from {seen} on"):
             codec.decode(predictor, profile, state, ids[20:40], second.blob, i)
         assert state.length == seen
@@ -221,12 +258,10 @@ def test_a_state_at_the_wrong_place_fails_cleanly() -> None:
 def test_other_tokens_or_another_prefix_are_found_out() -> None:
     """Keys exclude it; should a caller mix them up, the checksum still does not let wrong bits out."""
     predictor, profile, (ids, values) = samples.tiny(), samples.tiny_profile(), prompt()
-    state = predictor.new_state()
-    predictor.advance(state, ids[:20])
+    state = samples.state_after(predictor, ids[:20])
     chunk = codec.encode(predictor, profile, state, ids[20:40], part(values, 20, 40), identity(20))
     for prefix, tokens in ((ids[:20], ids[21:41]), (samples.tokens(20, seed=5), ids[20:40])):
-        other = predictor.new_state()
-        predictor.advance(other, prefix)
+        other = samples.state_after(predictor, prefix)
         with pytest.raises((errors.LayerMismatch, errors.CorruptBlob)):
             codec.decode(predictor, profile, other, tokens, chunk.blob, identity(20))
         assert other.length == 20
@@ -239,7 +274,11 @@ def test_calibration_is_deterministic_and_refuses_nothing_to_see() -> None:
     state, parts = predictor.new_state(), codec.Moments.zero(predictor.config)
     for begin in range(0, TOKENS, 25):
         parts.add(codec.measure(predictor, state, ids[begin : begin + 25], part(values, begin, begin + 25)))
-    assert np.allclose(whole.squares, parts.squares) and (whole.counts == parts.counts).all() and whole.tokens == parts.tokens == TOKENS
+    assert (
+        np.allclose(whole.squares, parts.squares)
+        and (whole.counts == parts.counts).all()
+        and whole.tokens == parts.tokens == TOKENS
+    )
     with pytest.raises(errors.UserError, match="no token"):
         codec.freeze(predictor, samples.TARGET, "bf16", codec.Moments.zero(predictor.config), prefill_tokens=64)
 
@@ -250,13 +289,84 @@ def test_calibration_ignores_what_is_not_finite() -> None:
     spoiled[0][0][0, 3, 2], spoiled[1][1][1, 5, 0] = float("nan"), float("inf")
     moments = codec.measure(predictor, predictor.new_state(), ids, spoiled)
     assert np.isfinite(moments.squares).all()
-    assert moments.counts[0, 0, 0, 2] == moments.counts[1, 1, 1, 0] == TOKENS - 1 and moments.counts.sum() == moments.counts.size * TOKENS - 2
+    assert (
+        moments.counts[0, 0, 0, 2] == moments.counts[1, 1, 1, 0] == TOKENS - 1
+        and moments.counts.sum() == moments.counts.size * TOKENS - 2
+    )
     profile = codec.freeze(predictor, samples.TARGET, "bf16", moments, prefill_tokens=64)
     chunk = codec.encode(predictor, profile, predictor.new_state(), ids, spoiled, identity())
-    assert samples.same_bits(codec.decode(predictor, profile, predictor.new_state(), ids, chunk.blob, identity()).layers, spoiled)
+    assert samples.same_bits(
+        codec.decode(predictor, profile, predictor.new_state(), ids, chunk.blob, identity()).layers, spoiled
+    )
 
 
-def test_an_identity_must_be_of_the_right_sizes() -> None:
+def test_an_identity_of_wrong_sizes_is_refused_and_leaves_the_state() -> None:
     predictor, profile, (ids, values) = samples.tiny(), samples.tiny_profile(), prompt()
-    with pytest.raises(ValueError, match="16 bytes"):
-        codec.encode(predictor, profile, predictor.new_state(), ids, values, replace(identity(), parent_digest=b"short"))
+    state = predictor.new_state()
+    for size in (0, 15, 17):
+        with pytest.raises(ValueError, match="16"):
+            codec.encode(predictor, profile, state, ids, values, replace(identity(), parent_digest=bytes(size)))
+        assert state.length == 0 and not state.layers
+
+
+# ---------------------------------------------------------------- stored profiles
+def test_a_profile_comes_back_with_its_id() -> None:
+    for name in ("bf16", "fp16"):
+        profile = samples.tiny_profile(name)
+        data = profile.to_bytes()
+        again = codec.Profile.from_bytes(data)
+        assert (
+            again.to_bytes() == data
+            and again.id == profile.id == codec.content_id(data)
+            and again.facts == profile.facts
+        )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_truncated_profiles_are_refused(end: int) -> None:
+    data = samples.tiny_profile().to_bytes()
+    with pytest.raises(errors.ProfileError):
+        codec.Profile.from_bytes(data[: end % len(data)])
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.integers(0, 1200), st.integers(0, 7))
+def test_a_flipped_profile_is_refused_or_has_another_id(at: int, bit: int) -> None:
+    data = bytearray(samples.tiny_profile().to_bytes())
+    data[at] ^= 1 << bit
+    with contextlib.suppress(errors.ProfileError):
+        profile = codec.Profile.from_bytes(bytes(data))
+        assert profile.id == codec.content_id(bytes(data)) != samples.tiny_profile().id
+        assert (len(profile.target), len(profile.predictor)) == (32, 32)
+
+
+def profile_with(facts: dict[str, Any] | None = None, drop: str = "", **tensors: np.ndarray[Any, Any]) -> bytes:
+    profile = samples.tiny_profile()
+    parts = {"grid": profile.grid, "reciprocal": profile.reciprocal, "table": profile.table} | tensors
+    parts.pop(drop, None)
+    text = json.dumps(
+        json.loads(json.dumps(profile.facts.__dict__)) | (facts or {}), sort_keys=True, separators=(",", ":")
+    )
+    data: bytes = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in parts.items()}, {"profile": text})
+    return data
+
+
+def test_profiles_of_wrong_shapes_and_ranges_are_refused() -> None:
+    p = samples.tiny_profile()
+    assert codec.Profile.from_bytes(profile_with()).id == p.id
+    falling = p.table.copy()
+    falling[4000] = falling[5000]
+    bad: list[bytes] = [
+        b"", b"\0" * 8, b"\xff" * 64, profile_with(drop="grid"), profile_with(drop="table"), profile_with({"version": 2}),
+        profile_with({"version": 0}), profile_with({"coder": "another"}), profile_with({"cache_format": "fp4"}),
+        profile_with({"layers": 3}),
+        profile_with({"kv_heads": 1}), profile_with({"unknown": 1}), profile_with({"target": "xyz"}), profile_with({"predictor": "ab"}),
+        profile_with({"loop": "ajar"}), profile_with(grid=p.grid[:1]), profile_with(grid=p.grid.astype(np.int32)),
+        profile_with(grid=np.full_like(p.grid, -127)), profile_with(grid=np.full_like(p.grid, 121)),
+        profile_with(reciprocal=p.reciprocal * 0), profile_with(reciprocal=np.full_like(p.reciprocal, (1 << 20) + 1)),
+        profile_with(reciprocal=p.reciprocal.astype(np.int64)), profile_with(table=p.table[1:]), profile_with(table=p.table + 1),
+        profile_with(table=falling), profile_with(table=p.table.astype(np.float64)),
+        profile_with({"cache_format": "fp16"}, grid=p.grid - 20),
+    ]  # fmt: skip
+    samples.refused_all(codec.Profile.from_bytes, bad, errors.ProfileError)

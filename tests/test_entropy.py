@@ -50,7 +50,9 @@ def any_placement(rng: np.random.Generator, count: int, fmt: NumberFormat) -> Pl
     far = rng.integers(-(2**56), 2**56, count)
     return Placement(
         np.where(rng.random(count) < 0.5, near, far),
-        np.where(rng.random(count) < 0.7, rng.integers(-200, 80, count), rng.integers(-limit, limit - WINDOW + 1, count)),
+        np.where(
+            rng.random(count) < 0.7, rng.integers(-200, 80, count), rng.integers(-limit, limit - WINDOW + 1, count)
+        ),
         rng.integers(fmt.emin, top_grid(fmt) + 1, count),
         np.where(rng.random(count) < 0.5, rng.integers(1 << 14, 1 << 16, count), rng.integers(1, (1 << 20) + 1, count)),
     )
@@ -146,6 +148,16 @@ def test_frequency_rows_are_integers_of_one_exact_sum(fmt: NumberFormat, seed: i
     check_rows(zero_cell_frequencies(where.grid, fmt), BINADES + 1)
 
 
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1))
+def test_compiled_loops_equal_the_plain_code(fmt: NumberFormat, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    where, block = any_placement(rng, 400, fmt), rng.integers(0, BLOCKS, 400)
+    fast, plain = MODELS[fmt.name], CellModel(TABLE, fmt, reference=True)
+    assert np.array_equal(fast.block_frequencies(where), plain.block_frequencies(where))
+    assert np.array_equal(fast.cell_frequencies(where, block), plain.cell_frequencies(where, block))
+
+
 def test_table_is_a_cumulative_distribution() -> None:
     assert len(TABLE) == 2 * TABLE_REACH + 1 and TABLE[0] == 0 and TABLE[-1] == 1 << TABLE_BITS
     assert (np.diff(TABLE) >= 0).all() and TABLE[TABLE_REACH] == 1 << (TABLE_BITS - 1)
@@ -164,7 +176,9 @@ def test_scales_stand_for_the_sigma_they_came_from(fmt: NumberFormat) -> None:
 
 # ---------------------------------------------------------------- size
 @BOTH
-@pytest.mark.parametrize(("spread", "sigma"), [(1.0, 0.02), (1.0, 0.1), (8.0, 0.3), (0.05, 1.0), (200.0, 0.5), (0.0, 0.004)])
+@pytest.mark.parametrize(
+    ("spread", "sigma"), [(1.0, 0.02), (1.0, 0.1), (8.0, 0.3), (0.05, 1.0), (200.0, 0.5), (0.0, 0.004)]
+)
 def test_size_is_within_one_percent_of_the_ideal(fmt: NumberFormat, spread: float, sigma: float) -> None:
     generator = torch.Generator().manual_seed(5)
     shape = (2, 512, 24)

@@ -143,7 +143,12 @@ def test_the_sample_measures_each_chunk_once_and_is_the_same_in_any_order() -> N
 
 # ---------------------------------------------------------------- work items, parts
 def test_work_items_cover_each_file_and_a_small_limit_needs_one_shard() -> None:
-    assert [(i["file"], i["shard"]) for i in work_items(["a", "b"], None, 4)] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [(i["file"], i["shard"]) for i in work_items(["a", "b"], None, 4)] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
     assert len(work_items(["a"], 3, 16)) == 1
 
 

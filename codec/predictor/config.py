@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,8 @@ LIMITS = {
     "head_dim": 1024,
     "intermediate": 1 << 18,
     "vocab": 1 << 22,
+    "context_length": 1 << 24,
+    "rope_dim": 1024,
 }
 
 
@@ -62,12 +65,21 @@ class PredictorConfig:
             ) from None
         for name, limit in LIMITS.items():
             value = getattr(config, name)
-            if not isinstance(value, int) or not 1 <= value <= limit:
+            if type(value) is not int or not 1 <= value <= limit:
                 raise PredictorError(f"The predictor's configuration says {name} = {value!r}; allowed is 1 to {limit}.")
+        numbers = (config.norm_eps, config.rope_scaling)
+        if (
+            any(type(x) is not float or not math.isfinite(x) or x <= 0 for x in numbers)
+            or type(config.rope_bf16) is not bool
+            or type(config.exact_kv) is not bool
+        ):
+            raise PredictorError("The predictor's configuration has a constant that is no positive number.")
+        if config.kind not in KINDS or config.family not in SUPPORTED or not isinstance(config.rope_type, str):
+            raise PredictorError(
+                f"The predictor is a '{config.kind}' of family '{config.family}', which this release does not know."
+            )
         if config.heads % config.kv_heads or config.rope_dim % 2 or config.rope_dim > config.head_dim:
             raise PredictorError("The predictor's configuration contradicts itself (heads, kv_heads, rope_dim).")
-        if config.kind not in KINDS:
-            raise PredictorError(f"The predictor's kind '{config.kind}' is unknown; it was made by another version.")
         return config
 
     @property

@@ -134,7 +134,9 @@ class Predictor:
         return Run(self, states, token_ids)
 
     def advance(self, state: PredictorState, token_ids: Tensor) -> None:
-        """Take tokens in without coding anything."""
+        """Take tokens, which may be none, in without coding anything."""
+        if not len(token_ids):
+            return
         run = self.run([state], [token_ids])
         for layer in range(self.config.layers - 1):
             run.advance(layer, run.guess(layer))
@@ -154,28 +156,50 @@ class Predictor:
             }
             expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
             expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
-        self._check_shapes(
-            expected, {f"layers.{i}.{n}.weight": STORED_DTYPES[c.form(n)] for i in range(c.layers) for n in widths}
-        )
-        longest = math.log2(max(c.hidden, c.intermediate, c.heads * c.head_dim))
-        exact.bound("FP8 products", 2 * exact.E4M3_UNITS - 0.38, longest)
-        exact.bound("int8 products in int32", 14 + 22, longest)
-        exact.bound("16-bit products", 15 + 15, longest)
+        regimes = self._stored["rope.starts"].shape[:1] if "rope.starts" in self._stored else torch.Size([1])
+        expected |= {"rope.starts": tuple(regimes), "rope.inverse": (*regimes, c.rope_dim // 2)}
+        self._check_shapes(expected)
+        self._check_values()
+        longest = max(c.hidden, c.intermediate, c.heads * c.head_dim)
+        exact.bound("FP8 products", 2 * exact.E4M3_UNITS - 0.38, math.log2(longest))
+        exact.bound("int8 products in int32", 14 + 22, math.log2(longest))
+        exact.bound("16-bit products", 15 + 15, math.log2(longest))
         exact.bound("attention scores", 30, math.log2(c.head_dim))
         exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
         exact.bound("squares of a row", 30, math.log2(c.hidden))
 
-    def _check_shapes(self, expected: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype]) -> None:
+    def _check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
         for name, shape in expected.items():
             got = self._stored.get(name)
-            if got is None or tuple(got.shape) != shape:
+            if got is None or tuple(got.shape) != shape or got.dtype not in self._dtypes(name):
+                found = None if got is None else (tuple(got.shape), got.dtype)
                 raise PredictorError(
-                    f"The predictor's tensor '{name}' should have shape {shape} and has {None if got is None else tuple(got.shape)}."
+                    f"The predictor's tensor '{name}' should have shape {shape} and a type of {self._dtypes(name)}; it has {found}."
                 )
-            if got.dtype != dtypes.get(name, got.dtype):
+            if got.is_floating_point() and not bool(torch.isfinite(got.to(torch.float32)).all()):
                 raise PredictorError(
-                    f"The predictor's tensor '{name}' has dtype {got.dtype}; its kind needs {dtypes[name]}."
+                    f"The predictor's tensor '{name}' holds a NaN or an infinity; the file is corrupt."
                 )
+
+    def _dtypes(self, name: str) -> tuple[torch.dtype, ...]:
+        """The types that a stored tensor may have."""
+        if name == "embed":
+            return (torch.bfloat16, torch.float32)
+        if name.endswith(".weight"):
+            return (STORED_DTYPES[self.config.form(name.split(".")[-2])],)
+        return ({"value_exponents": torch.int32, "rope.starts": torch.int64}.get(name, torch.float32),)
+
+    def _check_values(self) -> None:
+        starts: list[int] = self._stored["rope.starts"].tolist()
+        if (
+            not starts
+            or starts[0] != 0
+            or starts != sorted(set(starts))
+            or bool((self._stored["value_exponents"].abs() > 60).any())
+        ):
+            raise PredictorError(
+                "The predictor's rotary regimes or value exponents are out of range; the file is corrupt."
+            )
 
     def _layer(self, i: int) -> Layer:
         t, name = self._stored, f"layers.{i}."
@@ -213,6 +237,8 @@ class Run:
     def __init__(self, predictor: Predictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> None:
         self.p, self.c = predictor, predictor.config
         self.states, self.lengths = list(states), [len(t) for t in token_ids]
+        if len({id(s) for s in states}) < len(states):
+            raise ValueError("A state cannot be in one batch twice.")
         for state, n in zip(states, self.lengths, strict=True):
             if state.length + n > self.c.context_length:
                 raise UserError(

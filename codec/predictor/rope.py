@@ -35,7 +35,10 @@ def frequencies(config: Mapping[str, Any], head_dim: int) -> Frequencies:  # exa
     p: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = str(p.get("rope_type") or p.get("type") or "default")
     theta = float(p.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    partial = float(p.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    # Llama's own code rotates every dim in the default scheme, whatever this factor says.
+    partial = (
+        1.0 if kind == "default" else float(p.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)
+    )
     dim = int(head_dim * partial)
     powers = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     base = 1.0 / powers
@@ -96,7 +99,7 @@ def _yarn(  # exact: computed once and stored
 def _longrope(  # exact: computed once and stored
     powers: Tensor, p: Mapping[str, Any], original: int, context: int
 ) -> Frequencies:
-    factor = context / original
+    factor = float(p.get("factor") or context / original)
     scaling = p.get("attention_factor")
     if scaling is None:
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -1,0 +1,152 @@
+"""One set of bits, whatever computes it: real processes with other threads, kernels, chunks and batches.
+
+Run as a program, this file is one such process: it digests guesses and blobs, writes its blobs, and decodes those of another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import codec
+from codec.chunk import guess_digest
+from tests import codec_samples as samples
+
+ROOT = Path(__file__).resolve().parent.parent
+LENGTHS = (300, 121, 1)  # of the prompts of a batch; the first alone is more than one block of queries
+CHUNKS = (37, 64, 256, 300)
+SETTINGS: dict[str, dict[str, str]] = {
+    "one thread": {"OMP_NUM_THREADS": "1"},
+    # passive: threads that spin while they wait would take a core from one another on a busy machine
+    "two threads": {
+        "OMP_NUM_THREADS": "2",
+        "MKL_DYNAMIC": "FALSE",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+    },
+    "scalar kernels": {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default"},
+    "avx2 kernels": {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"},
+    "sse4.2 products": {"OMP_NUM_THREADS": "1", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "NUMBA_CPU_NAME": "generic"},
+}
+
+
+# ---------------------------------------------------------------- the process
+def prompts() -> list[torch.Tensor]:
+    return [samples.tokens(n, vocab=samples.SMALL["vocab_size"], seed=i) for i, n in enumerate(LENGTHS)]
+
+
+def layers_of(tensors: dict[str, torch.Tensor], prompt: int, count: int) -> samples.Layers:
+    return [(tensors[f"{prompt}.{n}.k"], tensors[f"{prompt}.{n}.v"]) for n in range(count)]
+
+
+def batch_blobs(predictor: codec.Predictor, profile: codec.Profile, truths: list[samples.Layers]) -> list[list[bytes]]:
+    """The blobs of all prompts, each whole: [together, one by one]."""
+
+    def task(i: int) -> codec.EncodeTask:
+        ids = prompts()[i]
+        identity = codec.ChunkIdentity(samples.TARGET, samples.keys(ids, 512)[0], codec.ROOT_DIGEST, 0)
+        return codec.EncodeTask(predictor.new_state(), ids, truths[i], identity)
+
+    together = codec.encode_batch(predictor, profile, [task(i) for i in range(len(LENGTHS))])
+    alone = [codec.encode_batch(predictor, profile, [task(i)])[0] for i in range(len(LENGTHS))]
+    return [[c.blob for c in chunks] for chunks in (together, alone)]
+
+
+def compute(folder: Path, name: str, other: str | None = None) -> dict[str, Any]:
+    """Digests under this process's settings; blobs go to `folder`/name, those in `folder`/other are decoded."""
+    predictor = codec.Predictor.from_bytes((folder / "predictor").read_bytes())
+    profile = codec.Profile.from_bytes((folder / "profile").read_bytes())
+    codec.check_known_answer(predictor, profile)
+    tensors = safetensors.torch.load((folder / "truth").read_bytes())
+    truths = [layers_of(tensors, i, predictor.config.layers) for i in range(len(LENGTHS))]
+    ids = prompts()[0]
+    out: dict[str, Any] = {"threads": torch.get_num_threads(), "kernels": torch.backends.cpu.get_cpu_capability()}
+    out["guesses"] = {str(n): guess_digest(predictor, ids, n).hex() for n in CHUNKS}
+    blobs = {str(n): [c.blob for c in samples.encode_prompt(predictor, profile, ids, truths[0], n)] for n in CHUNKS}
+    blobs["batch"], blobs["alone"] = batch_blobs(predictor, profile, truths)
+    out["blobs"] = {n: codec.content_id(b"".join(part)).hex() for n, part in blobs.items()}
+    for n, part in blobs.items():
+        for i, blob in enumerate(part):
+            (folder / f"{name}.{n}.{i}").write_bytes(blob)
+    out["decoded"] = other is None or all(
+        samples.same_bits(
+            samples.joined(samples.decode_prompt(predictor, profile, ids, read(folder, other, n), n)), truths[0]
+        )
+        for n in CHUNKS
+    )
+    return out
+
+
+def read(folder: Path, name: str, chunk_tokens: int) -> list[bytes]:
+    """The blobs that another process wrote for one chunk size."""
+    return [(folder / f"{name}.{chunk_tokens}.{i}").read_bytes() for i in range(-(-LENGTHS[0] // chunk_tokens))]
+
+
+# ---------------------------------------------------------------- the tests
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each setting's process computed. Each also decodes the blobs of the one before it, the first those of the last."""
+    folder = tmp_path_factory.mktemp("exactness")
+    predictor = samples.build(samples.SMALL)
+    profile = samples.make_profile(predictor)
+    tensors = {}
+    for i, ids in enumerate(prompts()):
+        for n, (k, v) in enumerate(samples.truth(predictor, predictor.new_state(), ids, profile.format, seed=i)):
+            tensors |= {f"{i}.{n}.k": k.contiguous(), f"{i}.{n}.v": v.contiguous()}
+    (folder / "predictor").write_bytes(predictor.to_bytes())
+    (folder / "profile").write_bytes(profile.to_bytes())
+    (folder / "truth").write_bytes(safetensors.torch.save(tensors))
+    out: dict[str, dict[str, Any]] = {"this process": compute(folder, "this process")}
+    for name, settings in SETTINGS.items():
+        out[name] = in_process(settings, folder, name, list(out)[-1])
+    return out
+
+
+def in_process(settings: dict[str, str], *arguments: str | Path) -> dict[str, Any]:
+    cleared = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "MKL_", "ATEN_", "NUMBA_"))}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.test_exactness", *map(str, arguments)], env=cleared | settings, cwd=ROOT, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return result
+
+
+def test_settings_took_effect(results: dict[str, dict[str, Any]]) -> None:
+    assert results["one thread"]["threads"] == 1 and results["two threads"]["threads"] == 2
+    assert results["scalar kernels"]["kernels"] == "DEFAULT"
+
+
+def test_guesses_have_one_digest(results: dict[str, dict[str, Any]]) -> None:
+    digests = {(name, chunk): value for name, r in results.items() for chunk, value in r["guesses"].items()}
+    assert len(digests) == len(CHUNKS) * (len(SETTINGS) + 1)
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.parametrize("chunk", [*map(str, CHUNKS), "batch", "alone"])
+def test_blobs_have_one_digest(results: dict[str, dict[str, Any]], chunk: str) -> None:
+    digests = {name: r["blobs"][chunk] for name, r in results.items()}
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_a_batch_gives_the_blobs_of_its_prompts(results: dict[str, dict[str, Any]]) -> None:
+    for name, r in results.items():
+        assert r["blobs"]["batch"] == r["blobs"]["alone"], name
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_blobs_decode_under_another_setting(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert results[name]["decoded"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(compute(Path(sys.argv[1]), *sys.argv[2:4])))

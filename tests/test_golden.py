@@ -1,0 +1,251 @@
+"""Committed blobs of every format version: they decode to the bits they were made from, and are written again byte for byte.
+
+A failure here means that stored caches can no longer be read, or that the same cache is now stored in other bytes. The way out
+is a new format version with a golden set of its own, not a new set for an old version (see tests/make_golden.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import struct
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+import codec
+from codec.checksums import layer_checksums
+from tests import codec_samples as samples
+from tests import make_golden
+
+DATA = Path(__file__).resolve().parent / "data"
+VERSIONS = sorted(p.name for p in DATA.glob("v*"))
+
+
+@lru_cache(maxsize=8)
+def record(version: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DATA / version / "golden.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+@lru_cache(maxsize=8)
+def predictor(version: str) -> codec.Predictor:
+    return codec.Predictor.from_bytes((DATA / version / "predictor.safetensors").read_bytes())
+
+
+@lru_cache(maxsize=8)
+def profile(version: str, name: str) -> codec.Profile:
+    return codec.Profile.from_bytes((DATA / version / f"profile-{name}.safetensors").read_bytes())
+
+
+def blobs(version: str, case: str) -> list[bytes]:
+    count = len(record(version)["cases"][case]["blobs"])
+    return [(DATA / version / f"{case}-{n}.kv").read_bytes() for n in range(count)]
+
+
+def all_cases() -> list[tuple[str, str]]:
+    return [(version, case) for version in VERSIONS for case in record(version)["cases"]]
+
+
+def test_there_is_a_golden_set_and_it_is_small() -> None:
+    assert "v1" in VERSIONS and set(record("v1")["cases"]) == set(make_golden.CASES)
+    assert sum(f.stat().st_size for f in DATA.rglob("*") if f.is_file()) < 1_000_000
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ids_are_digests_of_the_files(version: str) -> None:
+    r = record(version)
+    assert predictor(version).fingerprint.hex() == r["predictor"]
+    assert predictor(version).to_bytes() == (DATA / version / "predictor.safetensors").read_bytes()
+    for name, wanted in r["profiles"].items():
+        p = profile(version, name)
+        assert p.id.hex() == wanted and p.predictor == predictor(version).fingerprint and p.target.hex() == r["target"]
+        assert p.to_bytes() == (DATA / version / f"profile-{name}.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_this_machine_gives_the_known_answer(version: str) -> None:
+    for name in record(version)["profiles"]:
+        codec.check_known_answer(predictor(version), profile(version, name))
+
+
+@pytest.mark.parametrize(("version", "case"), all_cases())
+def test_golden_blobs_decode_and_are_written_again(version: str, case: str) -> None:
+    r = record(version)
+    c, size = r["cases"][case], r["chunk_tokens"]
+    ids, p, stored = torch.tensor(c["token_ids"]), profile(version, c["cache_format"]), blobs(version, case)
+    assert [codec.content_id(b).hex() for b in stored] == c["blobs"]
+    assert [k.hex() for k in samples.keys(ids, size, c["cache_format"], p.target)] == c["keys"]
+    decoded = samples.decode_prompt(predictor(version), p, ids, stored, size)
+    values = samples.joined(decoded)
+    assert layer_checksums(values, p.format).hex() == c["whole_checksums"]
+    assert [layer_checksums(d.layers, p.format).hex() for d in decoded] == c["layer_checksums"]
+    assert [d.chain_digest.hex() for d in decoded] == c["chain_digests"]
+    again = samples.encode_prompt(predictor(version), p, ids, values, size)
+    assert [e.blob for e in again] == stored, "the same bits, stored in other bytes"
+    assert [e.stats.escapes for e in again] == c["escapes"]
+
+
+# ---------------------------------------------------------------- a reader written from FORMAT.md, in plain integers
+FORMATS = {1: (7, -126, 32640), 2: (10, -14, 31744)}  # code: mantissa bits, least exponent, ordinal of infinity
+
+
+class Bitstream:
+    """ANS decoding, a symbol at a time."""
+
+    def __init__(self, stream: bytes) -> None:
+        self.words = [w for (w,) in struct.iter_unpack("<I", stream)]
+        self.state = 0
+        for _ in range(min(2, len(self.words))):
+            self.state = self.state << 32 | self.words.pop()
+
+    def _take(self, frequency: int, before: int) -> None:
+        self.state = frequency * (self.state >> 24) + self.state % 2**24 - before
+        if self.state < 2**32 and self.words:
+            self.state = self.state << 32 | self.words.pop()
+
+    def symbol(self, weights: list[int]) -> int:
+        assert sum(weights) == 2**24 - len(weights)
+        before, quantile = 0, self.state % 2**24
+        for symbol, weight in enumerate(weights):
+            if quantile < before + weight + 1:
+                self._take(weight + 1, before)
+                return symbol
+            before += weight + 1
+        raise AssertionError("weights do not fill the range")
+
+    def uniform(self, size: int) -> int:
+        each = 2**24 // size
+        value = min(self.state % 2**24 // each, size - 1)
+        self._take(each if value < size - 1 else 2**24 - each * value, each * value)
+        return value
+
+
+class Scalar:
+    """What is known of one scalar before it is read."""
+
+    def __init__(self, code: int, table: list[int], guess: float, nearest: int, grid: int, reciprocal: int) -> None:
+        self.mu, self.emin, self.inf = FORMATS[code]
+        self.table, self.g, self.r = table, grid, reciprocal
+        self.limit = 2**self.mu * (1 + min(40, (self.inf >> self.mu) - 1))
+        self.mean = round(max(-(2.0**56), min(2.0**56, math.ldexp(guess, 8 - grid))))
+        n, magnitude = self.cell(nearest & 0x7FFF), nearest & 0x7FFF
+        n = n if magnitude < self.inf and n < self.limit - 1 else 0
+        n = -1 - n if nearest >> 15 else n
+        self.start = max(-self.limit, min(self.limit - 128, n - 64))
+        self.binades = min(grid - self.emin, 15)
+
+    def cell(self, ordinal: int) -> int:
+        threshold = (self.g + self.mu - self.emin + 1) << self.mu
+        if ordinal >= threshold:
+            return 2**self.mu + ordinal - threshold
+        exponent = (ordinal >> self.mu) + self.emin - 1
+        significand = ordinal % 2**self.mu | 2**self.mu
+        return significand >> (self.mu - (exponent - self.g)) if exponent >= self.g else 0
+
+    def edge(self, n: int) -> int:
+        if n <= 0:
+            return -self.edge(-n) if n else 0
+        over = n - 2**self.mu
+        value = n if over <= 0 else (2**self.mu + over % 2**self.mu) << (over >> self.mu)
+        half = max(value - 1, 1).bit_length() - 1 - self.mu + 7
+        return (value << 8) - (1 << half if half >= 0 else 0)
+
+    def cumulative(self, n: int) -> int:
+        distance = max(-(2**20), min(2**20, self.edge(n) - self.mean))
+        return self.table[4096 + max(-4096, min(4096, (distance * self.r) >> 16))]
+
+    def blocks(self) -> list[int]:
+        t = 2**24 - 264
+        c = [0, *((self.cumulative(self.start + 16 * b) * t) >> 38 for b in range(1, 8)), t]
+        return [b - a for a, b in itertools.pairwise(c)] + [255]
+
+    def cells(self, first: int) -> list[int]:
+        a = [self.cumulative(first + i) - self.cumulative(first) for i in range(17)]
+        a = a if a[16] else list(range(17))
+        t = 2**24 - 16
+        q = [min(math.floor(a[i] * (t / a[16])), t) for i in range(16)] + [t]
+        return [b - a for a, b in itertools.pairwise(q)]
+
+    def zero_binades(self) -> list[int]:
+        c = self.binades
+        return [2 ** (23 - b) - 1 if b < c else 0 for b in range(15)] + [2 ** (24 - c) - 1 - (15 - c)]
+
+
+def read_slice(bits: Bitstream, scalars: list[Scalar]) -> list[int]:
+    """Patterns of up to 32,768 scalars, a stage after the other."""
+    out = [0] * len(scalars)
+    blocks = [bits.symbol(s.blocks()) for s in scalars]
+    kept = [i for i, b in enumerate(blocks) if b < 8]
+    first = {i: scalars[i].start + 16 * blocks[i] for i in kept}
+    n = {i: first[i] + bits.symbol(scalars[i].cells(first[i])) for i in kept}
+    for i in kept:
+        s, m = scalars[i], n[i] if n[i] >= 0 else -1 - n[i]
+        r = s.mu - (m.bit_length() - 1) if 1 <= m < 2**s.mu else 0
+        raw = bits.uniform(2**r) if r else 0
+        if m >= 2**s.mu:
+            out[i] = ((s.g + s.mu - s.emin + 1) << s.mu) + m - 2**s.mu
+        elif m:
+            out[i] = (s.g + m.bit_length() - 1 - s.emin + 1) << s.mu | (m << r) % 2**s.mu | raw
+        out[i] |= (n[i] < 0) << 15
+    zero = [i for i in kept if n[i] in (0, -1)]
+    binades = [bits.symbol(scalars[i].zero_binades()) for i in zero]
+    for i, b in zip(zero, binades, strict=True):
+        s = scalars[i]
+        if b < 15:
+            out[i] |= (s.g - b - s.emin) << s.mu | bits.uniform(2**s.mu)
+        else:
+            out[i] |= bits.uniform((s.g - s.binades - s.emin + 1) << s.mu)
+    for i, b in enumerate(blocks):
+        if b == 8:
+            out[i] = bits.uniform(65536)
+    return out
+
+
+@pytest.mark.parametrize("case", ["bf16", "bf16-hostile", "bf16-outliers", "fp16", "fp16-hostile"])
+def test_a_reader_written_from_the_document_reads_the_first_chunk(case: str) -> None:
+    c = record("v1")["cases"][case]
+    p, blob = profile("v1", c["cache_format"]), blobs("v1", case)[0]
+    ids = torch.tensor(c["token_ids"])[: record("v1")["chunk_tokens"]]
+    guesses = [t for pair in samples.guesses(predictor("v1"), predictor("v1").new_state(), ids) for t in pair]
+    length, layers, code = struct.unpack_from("<I", blob, 12)[0], struct.unpack_from("<H", blob, 172)[0], blob[174]
+    lengths = [n for i in range(layers) for n in struct.unpack_from("<QQ", blob, 176 + 56 * i + 8)]
+    sums = [blob[176 + 56 * i + 24 + 16 * j :][:16] for i in range(layers) for j in range(2)]
+    at, table = length, p.table.tolist()
+    for tensor, guess in enumerate(guesses):
+        grid, reciprocal = (a[tensor // 2, tensor % 2].tolist() for a in (p.grid, p.reciprocal))
+        finite = guess.clamp(-p.format.max_finite, p.format.max_finite)
+        nearest = finite.to(p.format.dtype).view(torch.int16).tolist()
+        scalars = [
+            Scalar(code, table, g, nearest[h][t][d] & 0xFFFF, grid[h][d], reciprocal[h][d])
+            for h, rows in enumerate(finite.tolist()) for t, row in enumerate(rows) for d, g in enumerate(row)
+        ]  # fmt: skip
+        bits = Bitstream(blob[at : at + lengths[tensor]])
+        patterns = read_slice(bits, scalars)
+        assert bits.state == 0 and not bits.words
+        assert xxhash.xxh3_128_digest(struct.pack(f"<{len(patterns)}H", *patterns)) == sums[tensor]
+        at += lengths[tensor]
+    assert at == len(blob) - 16
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_set_holds_what_is_hard(version: str) -> None:
+    cases = record(version)["cases"]
+    assert any(len(c["token_ids"]) % record(version)["chunk_tokens"] for c in cases.values()), "a partial chunk"
+    assert {c["cache_format"] for c in cases.values()} == {"bf16", "fp16"}
+    assert sum(cases["bf16-hostile"]["escapes"]) > 0 and sum(cases["bf16-outliers"]["escapes"]) > 0
+
+
+def test_an_existing_set_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_golden"])
+    with pytest.raises(SystemExit) as caught:
+        make_golden.main()
+    assert caught.value.code == 2 and "never changes" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""The job as users run it: by `ray job submit` on a cluster, and directly, on a store on S3."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LOOPBACK, REPO_ROOT
+from tests.s3_server import BUCKET, s3_server
+
+pytestmark = pytest.mark.slow
+
+RAY = Path(sys.executable).with_name("ray")
+TEXT = "You are an agent that reads source code, calls tools and answers questions about what it has found. "
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind((LOOPBACK, 0))
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Ray head of our own on free ports; yields the dashboard's address. Ended by its process group."""
+    folder = tmp_path_factory.mktemp("head")
+    names = ("--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port")
+    ports = free_ports(len(names))
+    command = [str(RAY), "start", "--head", "--block", "--num-cpus=4", "--object-store-memory=200000000"]
+    command += [f"--node-ip-address={LOOPBACK}", f"--dashboard-host={LOOPBACK}", "--disable-usage-stats"]
+    command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+    # Unix sockets have short names: pytest's folders would make them too long.
+    temporary = Path("/tmp") / f"kv-{os.getpid()}"
+    command.append(f"--temp-dir={temporary}")
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+    address = f"http://{LOOPBACK}:{ports[1]}"
+    try:
+        wait_for(f"{address}/api/version", process, folder / "log")
+        yield address
+    finally:
+        process.terminate()  # the head ends its own processes; told of it themselves, they make it wait for a drain
+        try:
+            process.wait(timeout=40)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it left of its group
+            process.wait()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"the head ended with {process.returncode}: {log.read_text()}")
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail(f"no answer from the head: {log.read_text()}")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    records = [{"id": str(n), "text": TEXT * 3 + f"Question {n}."} for n in range(3)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def working_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user would submit: the packages alone, so that nothing else of the working tree is uploaded."""
+    folder = tmp_path_factory.mktemp("working-dir")
+    for name in ("codec", "pipeline", "jobs"):
+        shutil.copytree(REPO_ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def submit(head: str, working_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(RAY), "job", "submit", "--address", head, "--working-dir", str(working_dir), "--"]
+    command += [sys.executable, "jobs/compress_corpus.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_a_submitted_job_runs_to_the_end(
+    head: str, working_dir: Path, tiny_model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    given = ["--model", str(tiny_model), "--corpus", str(corpus), "--store", str(tmp_path / "store")]
+    given += ["--chunk-tokens", "32", "--report", str(report)]
+    result = submit(head, working_dir, *given)
+    assert result.returncode == 0, result.stdout + result.stderr
+    first = json.loads(report.read_text())
+    assert first["chunks_new"] == first["chunks_verified"] > 0 and first["chunks_shared"] > 0
+    again = submit(head, working_dir, *given)
+    assert again.returncode == 0 and "nothing to compute" in again.stdout + again.stderr
+
+
+def test_a_submitted_job_that_fails_has_a_status_and_its_sentence(
+    head: str, working_dir: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    given = ["--model", str(tiny_model), "--corpus", "nowhere.jsonl", "--store", str(tmp_path / "store")]
+    result = submit(head, working_dir, *given)
+    assert result.returncode != 0
+    assert "error: the corpus nowhere.jsonl does not exist" in result.stdout + result.stderr
+
+
+def test_the_direct_call_on_a_store_on_s3(
+    tiny_model: Path, corpus: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "jobs/compress_corpus.py", "--model", str(tiny_model), "--corpus", str(corpus)]
+    command += ["--store", f"s3://{BUCKET}/store", "--chunk-tokens", "32", "--report", str(report)]
+    with s3_server(tmp_path_factory.mktemp("s3")) as environment:
+        for state in ("new", "skipped"):
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=600, cwd=REPO_ROOT, env=os.environ | environment
+            )
+            assert result.returncode == 0, result.stderr
+            figures = json.loads(report.read_text())
+            assert figures[f"chunks_{state}"] > 0 and figures["chunks_failed"] == 0
+        assert environment["AWS_SECRET_ACCESS_KEY"] not in result.stdout + result.stderr
