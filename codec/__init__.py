@@ -5,7 +5,16 @@
 """
 
 from codec.blob import BlobHeader, read_header
-from codec.calibrate import Moments, check_known_answer, freeze, measure
+from codec.calibrate import (
+    ClosedCalibration,
+    Moments,
+    calibrate_closed,
+    check_known_answer,
+    freeze,
+    freeze_closed,
+    measure,
+)
+from codec.calibrate import Sample as ClosedSample
 from codec.chunk import (
     ChunkIdentity,
     ChunkStats,
@@ -18,6 +27,10 @@ from codec.chunk import (
     encode,
     encode_batch,
 )
+from codec.closed_loop import JointLayer
+from codec.joint_fit import LayerMoments
+from codec.joint_fit import fit as fit_layer
+from codec.joint_fit import merge as merge_moments
 from codec.keys import ROOT_DIGEST, chunk_keys, content_id, root_key
 from codec.predictor import Predictor, PredictorState, build_predictor
 from codec.profile import Profile
@@ -27,15 +40,20 @@ __all__ = [
     "BlobHeader",
     "ChunkIdentity",
     "ChunkStats",
+    "ClosedCalibration",
+    "ClosedSample",
     "DecodeTask",
     "DecodedChunk",
     "EncodeTask",
     "EncodedChunk",
+    "JointLayer",
+    "LayerMoments",
     "Moments",
     "Predictor",
     "PredictorState",
     "Profile",
     "build_predictor",
+    "calibrate_closed",
     "check_known_answer",
     "chunk_keys",
     "content_id",
@@ -43,8 +61,11 @@ __all__ = [
     "decode_batch",
     "encode",
     "encode_batch",
+    "fit_layer",
     "freeze",
+    "freeze_closed",
     "measure",
+    "merge_moments",
     "read_header",
     "root_key",
 ]

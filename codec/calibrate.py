@@ -16,7 +16,7 @@ from codec.chunk import Layers
 from codec.closed_loop import ClosedLoop, Geometry, JointLayer
 from codec.errors import KnownAnswerMismatch, UserError
 from codec.formats import NumberFormat, number_format
-from codec.joint_fit import LayerMoments, fit
+from codec.joint_fit import LayerMoments, fit, merge
 from codec.loop import follow
 from codec.predictor import Predictor, PredictorState
 from codec.predictor.config import PredictorConfig
@@ -95,11 +95,12 @@ def _profile(
 @dataclass(frozen=True)
 class Sample:
     """One calibration prompt: token ids int64 [T]; true (K, V) of every layer; the target's hidden state entering every
-    layer, float [layers][T, hidden]."""
+    layer, float [layers][T, hidden]; which tokens count, bool [T] (others only lead up to them)."""
 
     token_ids: Tensor
     truth: Layers
     hidden: list[Tensor]
+    counted: NDArray[np.bool_] | None = None
 
 
 class ClosedCalibration:
@@ -115,11 +116,9 @@ class ClosedCalibration:
         self._model = CellModel(gaussian_table(), self._fmt)
         self._guesses: list[tuple[Tensor, Tensor]] = []
 
-    def moments(self, layer: int) -> LayerMoments:
-        """Moments of this layer over all samples, in their order."""
-        c = self._predictor.config
-        n = 2 * c.kv_heads * c.head_dim
-        total = LayerMoments(np.zeros((n, n)), np.zeros((n, c.hidden)), 0)
+    def moments(self, layer: int) -> list[LayerMoments]:
+        """Moments of this layer, one a sample in their order."""
+        c, out = self._predictor.config, []
         self._guesses = [run.guess(layer)[0] for run in self._runs]
         for run, guess, sample in zip(self._runs, self._guesses, self._samples, strict=True):
             geometry = Geometry(guess, run.turns()[0], c.rope_dim)
@@ -127,8 +126,10 @@ class ClosedCalibration:
             r = [np.where(np.isfinite(x), x - g, 0.0) for x, g in zip(r, (geometry.k, geometry.v), strict=True)]
             f = np.concatenate([r[1], geometry.unrotate(r[0])])
             error = ((sample.hidden[layer].cpu().double() - run.h.cpu().double()) / run.rms.cpu().double()).numpy()
-            total.add(LayerMoments(f @ f.T, f @ error, f.shape[1]))
-        return total
+            if sample.counted is not None:
+                f, error = f[:, sample.counted], error[sample.counted]
+            out.append(LayerMoments(f @ f.T, f @ error, f.shape[1]))
+        return out
 
     def advance(self, layer: int, frozen: JointLayer) -> None:
         """Take all samples through the frozen layer, as encoding will."""
@@ -144,7 +145,7 @@ def calibrate_closed(
     work = ClosedCalibration(predictor, cache_format, samples)
     layers = []
     for layer in range(predictor.config.layers):
-        layers.append(fit(work.moments(layer)))
+        layers.append(fit(merge(work.moments(layer))))
         if layer < predictor.config.layers - 1:
             work.advance(layer, layers[-1])
     tokens = sum(len(s.token_ids) for s in samples)

@@ -6,6 +6,7 @@ covariance (G = L Lᵀ, U = L / diag L: residuals are U times independent innova
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +31,20 @@ class LayerMoments:
     tokens: int
 
     def add(self, other: LayerMoments) -> None:
-        """Merge in place; callers keep a fixed order."""
+        """Merge in place."""
         self.gram += other.gram
         self.cross += other.cross
         self.tokens += other.tokens
+
+
+def merge(moments: Iterable[LayerMoments]) -> LayerMoments:
+    """The sum of moments, added in the order given: keep it fixed, so that a repeated calibration gives the same profile."""
+    parts = iter(moments)
+    first = next(parts)
+    total = LayerMoments(first.gram.copy(), first.cross.copy(), first.tokens)
+    for part in parts:
+        total.add(part)
+    return total
 
 
 def fit(moments: LayerMoments) -> JointLayer:

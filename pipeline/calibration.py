@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import codec
@@ -112,6 +113,7 @@ class Calibrator:
         self._device = device
         self._target: Target | None = None
         self._predictor: codec.Predictor | None = None
+        self._closed: codec.ClosedCalibration | None = None
         self._reader = PromptReader(job.store)
 
     def _loaded(self) -> Target:
@@ -126,10 +128,18 @@ class Calibrator:
         # On the CPU wherever the target is, so that the predictor is the same.
         weights = {name: tensor.cpu() for name, tensor in target.weights().items()}
         predictor = codec.build_predictor(
-            target.config, weights, kind=self._job.predictor_kind, bf16=self._job.cache_format == "bf16"
+            target.config,
+            weights,
+            kind=self._job.predictor_kind,
+            bf16=self._job.cache_format == "bf16",
+            exact_kv=self._job.loop == "closed",
         )
         self._job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
         return predictor.fingerprint
+
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return self._ready().config.layers
 
     def load(self, fingerprint: bytes) -> None:
         """Take the predictor from the store."""
@@ -151,11 +161,56 @@ class Calibrator:
                 predictor.advance(state, ids)
         return moments
 
+    def begin_closed(self, samples: Sequence[Sample]) -> None:
+        """Run the target on these samples, and be ready for `layer_moments(0)`."""
+        job = self._job
+        loaded = [self._closed_sample(sample) for sample in samples]
+        self._closed = codec.ClosedCalibration(self._ready(), job.cache_format, loaded)
+
+    def _closed_sample(self, sample: Sample) -> codec.ClosedSample:
+        target, step = self._loaded(), self._job.chunk_tokens
+        cache = target.new_cache()
+        prompt = sample.prompt
+        tokens = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)[: sample.chunks * step]
+        counted = np.zeros(len(tokens), np.bool_)
+        states: list[list[torch.Tensor]] = []
+        for index, key in enumerate(prompt.keys[: sample.chunks]):
+            part = slice(index * step, (index + 1) * step)
+            states.append(target.prefill_states(cache, torch.from_numpy(tokens[part].copy()))[1])
+            counted[part] = key in sample.measured
+        truth = target.read(cache, 0, len(tokens))
+        hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
+        return codec.ClosedSample(torch.from_numpy(tokens.copy()), truth, hidden, counted)
+
+    def layer_moments(self, layer: int) -> list[codec.LayerMoments]:
+        """Moments of a layer, one a sample."""
+        return self._closing().moments(layer)
+
+    def advance(self, layer: int, frozen: codec.JointLayer) -> None:
+        """Take this actor's samples through a frozen layer."""
+        self._closing().advance(layer, frozen)
+
+    def freeze_closed(self, layers: Sequence[codec.JointLayer], tokens: int) -> bytes:
+        """Freeze joint models into a profile, put it into the store, return its id."""
+        job = self._job
+        profile = codec.freeze_closed(
+            self._ready(), job.target, job.cache_format, layers, tokens, prefill_tokens=job.chunk_tokens
+        )
+        return self._put(profile)
+
+    def _closing(self) -> codec.ClosedCalibration:
+        if self._closed is None:
+            raise DataError("the calibration actor was restarted before it was done; run the job again")
+        return self._closed
+
     def freeze(self, moments: codec.Moments) -> bytes:
         """Freeze merged moments into a profile, put it into the store, return its id."""
         job = self._job
         profile = codec.freeze(self._ready(), job.target, job.cache_format, moments, prefill_tokens=job.chunk_tokens)
-        job.store.put_new(profile_path(profile.id), profile.to_bytes())
+        return self._put(profile)
+
+    def _put(self, profile: codec.Profile) -> bytes:
+        self._job.store.put_new(profile_path(profile.id), profile.to_bytes())
         return profile.id
 
     def _ready(self) -> codec.Predictor:
@@ -189,15 +244,39 @@ def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, 
     try:
         fingerprint = ray.get(pool[0].build.remote())
         ray.get([actor.load.remote(fingerprint) for actor in pool])
-        measured = _measure_all(ray, pool, samples)
-        moments = copy.deepcopy(measured[0])  # arrays that come out of Ray's object store are read-only
-        for other in measured[1:]:
-            moments.add(other)
-        profile_id = ray.get(pool[0].freeze.remote(moments))
+        calibrate_loop = _calibrate_closed if job.loop == "closed" else _calibrate_open
+        profile_id = calibrate_loop(ray, pool, samples)
     finally:
         for actor in pool:
             ray.kill(actor)
     return offer_profile(job, profile_id)
+
+
+def _calibrate_open(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> bytes:
+    measured = _measure_all(ray, pool, samples)
+    moments = copy.deepcopy(measured[0])  # arrays that come out of Ray's object store are read-only
+    for other in measured[1:]:
+        moments.add(other)
+    profile_id: bytes = ray.get(pool[0].freeze.remote(moments))
+    return profile_id
+
+
+def _calibrate_closed(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> bytes:
+    """A barrier a layer: the moments of a layer need the frozen gains of those below it (DESIGN 4.7)."""
+    shares = [list(samples[i :: len(pool)]) for i in range(len(pool))]
+    ray.get([actor.begin_closed.remote(share) for actor, share in zip(pool, shares, strict=True)])
+    layers: list[codec.JointLayer] = []
+    count: int = ray.get(pool[0].layers.remote())
+    tokens = 0
+    for layer in range(count):
+        found = ray.get([actor.layer_moments.remote(layer) for actor in pool])
+        in_order = [found[i % len(pool)][i // len(pool)] for i in range(len(samples))]
+        tokens = sum(part.tokens for part in in_order)
+        layers.append(codec.fit_layer(codec.merge_moments(in_order)))
+        if layer < count - 1:
+            ray.get([actor.advance.remote(layer, layers[-1]) for actor in pool])
+    profile_id: bytes = ray.get(pool[0].freeze_closed.remote(layers, tokens))
+    return profile_id
 
 
 def _measure_all(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> list[codec.Moments]:

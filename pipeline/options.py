@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from codec.errors import UserError
 
-PREDICTORS = ("fp8",)
-LOOPS = ("open",)
+PREDICTORS = ("fp8", "int8")
+LOOPS = ("open", "closed")
 CACHE_FORMATS = ("bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_CHUNK_TOKENS = 65_536

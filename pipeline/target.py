@@ -77,6 +77,16 @@ class Target:
         self._model(input_ids=ids, use_cache=True, **{self._cache_argument: cache})
         return self._read(cache, self.length(cache) - len(token_ids), len(token_ids))
 
+    @torch.no_grad()
+    def prefill_states(self, cache: Any, token_ids: Tensor) -> tuple[list[KV], list[Tensor]]:
+        """As `prefill`, and the hidden state entering every layer: [tokens, hidden] in the run dtype, on the CPU."""
+        self._check_ids(token_ids, self.length(cache))
+        device = self._model.get_input_embeddings().weight.device
+        ids = token_ids.to(device).unsqueeze(0)
+        out = self._model(input_ids=ids, use_cache=True, output_hidden_states=True, **{self._cache_argument: cache})
+        states = [state[0].cpu() for state in out.hidden_states[: len(cache.layers)]]
+        return self._read(cache, self.length(cache) - len(token_ids), len(token_ids)), states
+
     def read(self, cache: Any, first_token: int, tokens: int) -> list[KV]:
         """Copies of K and V of tokens first_token … first_token + tokens, as `prefill` returns them."""
         if first_token < 0 or tokens < 1 or first_token + tokens > self.length(cache):
