@@ -63,6 +63,16 @@ def cell_of(pattern: Ints, grid: Ints, fmt: NumberFormat) -> tuple[Ints, NDArray
     return np.where(negative == 1, -1 - m, m), codable
 
 
+def cell_at(position: Ints, fmt: NumberFormat) -> Ints:
+    """The cell in which a position on the line lies, in units of w * 2**-FRACTION, below 2**52 in magnitude."""
+    step = position >> FRACTION
+    m = np.where(step < 0, -1 - step, step)
+    _, bits = np.frexp(np.maximum(m, 1).astype(np.float64))  # exact below 2**53
+    binade = np.maximum(bits.astype(np.int64) - 1 - fmt.mantissa, 0)
+    n = (binade << fmt.mantissa) + (m >> binade)
+    return np.where(step < 0, -1 - n, n)
+
+
 def raw_bits(n: Ints, fmt: NumberFormat) -> Ints:
     """How many raw bits tell the values of cell n apart, for cells with m >= 1 (0 for m = 0, which has a code of its own)."""
     m = np.where(n < 0, -1 - n, n)

@@ -21,6 +21,7 @@ from codec import cells
 from codec.cells import Ints
 from codec.errors import CorruptBlob
 from codec.formats import NumberFormat
+from codec.kernels import kept_blocks, patterns_from, raw_sizes
 from codec.residual import BLOCK, BLOCKS, WINDOW, CellModel, Freqs, Placement, zero_cell_frequencies
 
 SLICE = 1 << 15
@@ -28,8 +29,8 @@ SLICE = 1 << 15
 BACKEND = "constriction-ans24/" + ".".join(version("constriction").split(".")[:2])
 
 _Ans = constriction.stream.stack.AnsCoder
-_Categorical = constriction.stream.model.Categorical
-_Uniform = constriction.stream.model.Uniform
+_CATEGORICAL = constriction.stream.model.Categorical(perfect=False)
+_UNIFORM = constriction.stream.model.Uniform()
 
 
 class Encoder:
@@ -48,9 +49,9 @@ class Encoder:
         coder = _Ans()
         for symbols, parameters in reversed(self._stages):
             if parameters.ndim == 2:
-                coder.encode_reverse(symbols, _Categorical(perfect=False), parameters)
+                coder.encode_reverse(symbols, _CATEGORICAL, parameters)
             else:
-                coder.encode_reverse(symbols, _Uniform(), parameters.astype(np.int32))
+                coder.encode_reverse(symbols, _UNIFORM, parameters.astype(np.int32))
         return bytes(coder.get_compressed().astype("<u4").tobytes())
 
 
@@ -67,19 +68,27 @@ class Decoder:
         except ValueError as error:
             raise CorruptBlob(f"A bitstream cannot be one of the coder's ({error}); the blob is corrupt.") from None
 
-    def categorical(self, frequencies: Freqs) -> Ints:
+    def symbols(self, frequencies: Freqs) -> NDArray[np.int32]:
         """The symbols coded with these rows."""
         if not len(frequencies):
-            return np.zeros(0, np.int64)
-        symbols: Ints = self._coder.decode(_Categorical(perfect=False), frequencies).astype(np.int64)
-        return symbols
+            return np.zeros(0, np.int32)
+        found: NDArray[np.int32] = self._coder.decode(_CATEGORICAL, frequencies)
+        return found
 
-    def uniform(self, sizes: Ints) -> Ints:
+    def values(self, sizes: NDArray[np.int32]) -> NDArray[np.int32]:
         """The values coded with these sizes."""
         if not len(sizes):
-            return np.zeros(0, np.int64)
-        values: Ints = self._coder.decode(_Uniform(), sizes.astype(np.int32)).astype(np.int64)
-        return values
+            return np.zeros(0, np.int32)
+        found: NDArray[np.int32] = self._coder.decode(_UNIFORM, sizes)
+        return found
+
+    def categorical(self, frequencies: Freqs) -> Ints:
+        """`symbols` as int64."""
+        return self.symbols(frequencies).astype(np.int64)
+
+    def uniform(self, sizes: Ints) -> Ints:
+        """`values` as int64."""
+        return self.values(sizes.astype(np.int32)).astype(np.int64)
 
     def finish(self) -> None:
         """Raise CorruptBlob unless every bit was used."""
@@ -168,6 +177,35 @@ def _spread(outer: NDArray[np.bool_], inner: NDArray[np.bool_]) -> NDArray[np.bo
 
 
 def _decode_part(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
+    return (_decode_part_reference if model.reference else _decode_part_fast)(coder, where, model, fmt)
+
+
+def _decode_part_fast(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
+    """`_decode_part_reference` in compiled loops; cell 0 and escapes, which are rare, in array code."""
+    block = coder.symbols(model.block_frequencies(where))
+    index, first, mean, reciprocal = kept_blocks(block, where.start, where.mean, where.reciprocal, BLOCK, BLOCKS)
+    symbol = coder.symbols(model.kept_frequencies(first, mean, reciprocal))
+    n, sizes, zeros = raw_sizes(first, symbol, fmt.mantissa)
+    raw = coder.values(sizes)
+    out = np.empty(len(where.mean), np.int64)
+    patterns_from(n, raw, where.grid, index, np.array([fmt.mantissa, fmt.emin, fmt.bits]), out)
+    if zeros:
+        zero = (n == 0) | (n == -1)
+        out[index[zero]] = _decode_zero_cell(coder, n[zero], where.grid[index[zero]], fmt)
+    if len(index) < len(block):
+        escaped = block == BLOCKS
+        out[escaped] = coder.uniform(np.full(np.count_nonzero(escaped), 1 << fmt.bits))
+    return out
+
+
+def _decode_zero_cell(coder: Decoder, n: Ints, grid: Ints, fmt: NumberFormat) -> Ints:
+    binade = coder.categorical(zero_cell_frequencies(grid, fmt))
+    offset = coder.uniform(cells.zero_cell_sizes(binade, grid, fmt))
+    patterns: Ints = cells.zero_cell_ordinal(binade, offset, grid, fmt) | ((n == -1).astype(np.int64) << (fmt.bits - 1))
+    return patterns
+
+
+def _decode_part_reference(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
     block = coder.categorical(model.block_frequencies(where))
     inside = block < BLOCKS
     kept, block = _pick(where, inside), block[inside]
@@ -178,11 +216,7 @@ def _decode_part(coder: Decoder, where: Placement, model: CellModel, fmt: Number
     raw[coarse] = coder.uniform(np.int64(1) << bits[coarse])
     decoded = cells.pattern_of(n, raw, kept.grid, fmt)
     zero = (n == 0) | (n == -1)
-    grid = kept.grid[zero]
-    binade = coder.categorical(zero_cell_frequencies(grid, fmt))
-    offset = coder.uniform(cells.zero_cell_sizes(binade, grid, fmt))
-    sign = (n[zero] == -1).astype(np.int64) << (fmt.bits - 1)
-    decoded[zero] = cells.zero_cell_ordinal(binade, offset, grid, fmt) | sign
+    decoded[zero] = _decode_zero_cell(coder, n[zero], kept.grid[zero], fmt)
     out = np.empty(len(where.mean), np.int64)
     out[inside] = decoded
     escaped = int(len(inside) - np.count_nonzero(inside))

@@ -74,3 +74,74 @@ def cell_rows(
                 above = min(np.float64(math.floor(np.float64(inside) * ratio)), np.float64(total))
             out[i, c - 1] = above - below
             below = above
+
+
+@_compiled
+def placed(mean: NDArray[np.float64], grid: Ints, constants: Ints, bounds: NDArray[np.float64]) -> tuple[Ints, Ints]:
+    """(position, first cell of the window) of means [scalars], as residual.place_values defines them."""
+    fraction, mantissa, window, limit = constants
+    position, start = np.empty(mean.shape[0], np.int64), np.empty(mean.shape[0], np.int64)
+    for i in range(mean.shape[0]):
+        value = min(max(mean[i], -bounds[0]), bounds[0])
+        at = np.int64(np.rint(min(max(math.ldexp(value, fraction - grid[i]), -bounds[1]), bounds[1])))
+        step = at >> fraction
+        m = -1 - step if step < 0 else step
+        binade = max(math.frexp(np.float64(max(m, 1)))[1] - 1 - mantissa, 0)
+        n = (np.int64(binade) << mantissa) + (m >> np.int64(binade))
+        n = -1 - n if step < 0 else n
+        position[i], start[i] = at, min(max(n - window // 2, -limit), limit - window)
+    return position, start
+
+
+@_compiled
+def kept_blocks(block: NDArray[np.int32], start: Ints, mean: Ints, reciprocal: Ints, size: int, escape: int) -> Any:
+    """Of the scalars whose block is no escape: their indices, first cells, means and reciprocals."""
+    count = 0
+    for i in range(block.shape[0]):
+        count += block[i] < escape
+    index, first = np.empty(count, np.int64), np.empty(count, np.int64)
+    kept_mean, kept_reciprocal = np.empty(count, np.int64), np.empty(count, np.int64)
+    k = 0
+    for i in range(block.shape[0]):
+        if block[i] < escape:
+            index[k], first[k] = i, start[i] + block[i] * size
+            kept_mean[k], kept_reciprocal[k] = mean[i], reciprocal[i]
+            k += 1
+    return index, first, kept_mean, kept_reciprocal
+
+
+@_compiled
+def raw_sizes(first: Ints, symbol: NDArray[np.int32], mantissa: int) -> Any:
+    """(cells n, sizes of the raw values of those that have raw bits, how many lie in cell 0), from blocks' first cells."""
+    n, sizes = np.empty(first.shape[0], np.int64), np.empty(first.shape[0], np.int32)
+    coarse, zeros = 0, 0
+    for i in range(first.shape[0]):
+        n[i] = first[i] + symbol[i]
+        m = -1 - n[i] if n[i] < 0 else n[i]
+        zeros += m == 0
+        if m >= 1 and m < (1 << mantissa):
+            bits = mantissa + 1 - math.frexp(np.float64(m))[1]
+            if bits > 0:
+                sizes[coarse] = 1 << bits
+                coarse += 1
+    return n, sizes[:coarse], zeros
+
+
+@_compiled
+def patterns_from(n: Ints, raw: NDArray[np.int32], grid: Ints, index: Ints, constants: Ints, out: Ints) -> None:
+    """Write the patterns of cells n (m >= 1) and their raw values to out[index]; cell 0 is left to the caller."""
+    mantissa, emin, width = constants
+    mask, k = (np.int64(1) << mantissa) - 1, 0
+    for i in range(n.shape[0]):
+        m = -1 - n[i] if n[i] < 0 else n[i]
+        sign = np.int64(1) << (width - 1) if n[i] < 0 else np.int64(0)
+        g = grid[index[i]]
+        if m > mask:
+            out[index[i]] = sign | (((g + mantissa - emin + 1) << mantissa) + m - mask - 1)
+        elif m >= 1:
+            log = math.frexp(np.float64(m))[1] - 1
+            fraction = (m << (mantissa - log)) & mask
+            if log < mantissa:
+                fraction |= np.int64(raw[k])
+                k += 1
+            out[index[i]] = sign | ((g + log - emin + 1) << mantissa) | fraction

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from codec import cells
 from codec.cells import FRACTION, Ints
 from codec.formats import NumberFormat
-from codec.kernels import block_rows, cell_rows
+from codec.kernels import block_rows, cell_rows, placed
 
 Freqs = NDArray[np.float32]  # integer values; the type is the one the coder takes
 
@@ -33,6 +32,7 @@ TABLE_BITS = 38  # so that a table value times 2**24 fits an int64
 PRECISION = 24  # bits of a probability in the coder
 ESCAPE = 255  # weight of the escape symbol beside the 2**24 of all: about 2**-16
 _SHIFT = FRACTION + RECIPROCAL_BITS - STEP_BITS
+MEAN_LIMIT = 2.0**50  # positions of means are clipped here; values that far out are escaped
 _FAR = 1 << 20  # distances are clipped here: far beyond the table's reach, and safe to multiply
 
 
@@ -110,15 +110,28 @@ def grid_limit(fmt: NumberFormat) -> int:
 
 def place_values(mean: NDArray[np.float64], scales: ChannelScales, fmt: NumberFormat) -> Placement:
     """Turn means, float64 of any shape, into integers of that shape; scales broadcast to it."""
+    shape = mean.shape
+    grid, reciprocal = np.broadcast_to(scales.grid, shape), np.broadcast_to(scales.reciprocal, shape)
+    at, start = placed(mean.reshape(-1), grid.reshape(-1), *_placing(fmt))
+    return Placement(at.reshape(shape), start.reshape(shape), grid, reciprocal)
+
+
+@lru_cache(maxsize=8)
+def _placing(fmt: NumberFormat) -> tuple[Ints, NDArray[np.float64]]:
+    """What the compiled loop needs to know of a format."""
+    constants = np.array([FRACTION, fmt.mantissa, WINDOW, cells.cell_limit(fmt)], dtype=np.int64)
+    return constants, np.array([fmt.max_finite, MEAN_LIMIT])
+
+
+def place_values_reference(mean: NDArray[np.float64], scales: ChannelScales, fmt: NumberFormat) -> Placement:
+    """`place_values` in plain array code: what the compiled loop must equal."""
     mean = np.clip(mean, -fmt.max_finite, fmt.max_finite)
     shape = mean.shape
     grid, reciprocal = np.broadcast_to(scales.grid, shape), np.broadcast_to(scales.reciprocal, shape)
-    # by way of float32: torch rounds float64 to 16 bits in two steps, and not everywhere alike
-    nearest = fmt.patterns(torch.from_numpy(mean.astype(np.float32)).to(fmt.dtype))
-    at = np.rint(np.clip(np.ldexp(mean, FRACTION - grid), -(2.0**56), 2.0**56)).astype(np.int64)
-    n, _ = cells.cell_of(nearest, grid, fmt)
+    at = np.rint(np.clip(np.ldexp(mean, FRACTION - grid), -MEAN_LIMIT, MEAN_LIMIT)).astype(np.int64)
     limit = cells.cell_limit(fmt)
-    return Placement(at, np.clip(n - WINDOW // 2, -limit, limit - WINDOW), grid, reciprocal)
+    start = np.clip(cells.cell_at(at, fmt) - WINDOW // 2, -limit, limit - WINDOW)
+    return Placement(at, start, grid, reciprocal)
 
 
 class CellModel:
@@ -131,15 +144,17 @@ class CellModel:
         self._table = np.ascontiguousarray(table, dtype=np.int64)
         self._edges = cells.edge_table(fmt)
         self._limit = cells.cell_limit(fmt)
-        self._reference = reference
+        blocks, inner = (1 << PRECISION) - (BLOCKS + 1) - ESCAPE, (1 << PRECISION) - BLOCK
+        self._block_constants = np.array([BLOCK, blocks, ESCAPE, TABLE_BITS, _FAR, _SHIFT, TABLE_REACH], dtype=np.int64)
+        self._cell_constants = np.array([BLOCK, inner, _FAR, _SHIFT, TABLE_REACH], dtype=np.int64)
+        self.reference = reference
 
     def block_frequencies(self, where: Placement) -> Freqs:
         """[scalars, BLOCKS + 1]: the blocks of the window, which share what lies outside it, then the escape."""
         total = (1 << PRECISION) - (BLOCKS + 1) - ESCAPE
         out = np.empty((len(where.start), BLOCKS + 1), dtype=np.float32)
-        if not self._reference:
-            constants = np.array([BLOCK, total, ESCAPE, TABLE_BITS, _FAR, _SHIFT, TABLE_REACH], dtype=np.int64)
-            block_rows(where.start, where.mean, where.reciprocal, self._edges, self._table, constants, out)
+        if not self.reference:
+            block_rows(where.start, where.mean, where.reciprocal, self._edges, self._table, self._block_constants, out)
             return out
         inner = (self._cumulative(where, where.start + BLOCK, BLOCK, BLOCKS - 1) * total) >> TABLE_BITS
         out[:, 0] = inner[:, 0]
@@ -151,11 +166,8 @@ class CellModel:
     def cell_frequencies(self, where: Placement, block: Ints) -> Freqs:
         """[scalars, BLOCK]: the cells of each scalar's block."""
         total, first = (1 << PRECISION) - BLOCK, where.start + block * BLOCK
-        if not self._reference:
-            out = np.empty((len(first), BLOCK), dtype=np.float32)
-            constants = np.array([BLOCK, total, _FAR, _SHIFT, TABLE_REACH], dtype=np.int64)
-            cell_rows(first, where.mean, where.reciprocal, self._edges, self._table, constants, out)
-            return out
+        if not self.reference:
+            return self.kept_frequencies(first, where.mean, where.reciprocal)
         at = self._cumulative(where, first, 1, BLOCK + 1)
         low, mass = at[:, :1], at[:, -1:] - at[:, :1]
         flat = mass == 0  # too far out for the table to tell the cells apart
@@ -165,6 +177,12 @@ class CellModel:
         inner = np.minimum(np.floor(at.astype(np.float64) * ratio), float(total))
         inner[:, -1] = float(total)
         return np.diff(inner, axis=1).astype(np.float32)
+
+    def kept_frequencies(self, first: Ints, mean: Ints, reciprocal: Ints) -> Freqs:
+        """As `cell_frequencies`, from each block's first cell; compiled."""
+        out = np.empty((len(first), BLOCK), dtype=np.float32)
+        cell_rows(first, mean, reciprocal, self._edges, self._table, self._cell_constants, out)
+        return out
 
     def _cumulative(self, where: Placement, first: Ints, stride: int, count: int) -> Ints:
         """Table values at the edges of cells first, first + stride, … (`count` of them): [scalars, count]."""
