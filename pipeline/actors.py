@@ -22,7 +22,7 @@ from pipeline.encode import ChainEncoder, Stored
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.verify import ChainVerifier
-from pipeline.work import ADOPTED, WRITTEN, ChunkFigures, Device, Group, GroupResult, Job, load_predictor, load_profile
+from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, load_predictor, load_profile
 
 BYTES_A_SCALAR = 2  # of bf16 and fp16
 
@@ -45,7 +45,8 @@ class EncodeActor:
         if self._encoder is None:
             torch.set_num_threads(self._device.threads)
             predictor, profile = _load(self._job, self._device)
-            self._encoder = ChainEncoder(self._job, load_checked_target(self._job, self._device), predictor, profile)
+            target = load_checked_target(self._job, self._device)
+            self._encoder = ChainEncoder(self._job, target, predictor, profile, self._report)
         return self._encoder
 
     def _group(self, group: Group) -> GroupResult:
@@ -57,7 +58,6 @@ class EncodeActor:
             stored = encoder.prompt(ids, prompt.keys, group.todo, group.lost)
             # A chunk that is met again, because the actor came back to it, was written the first time.
             done = {chunk.key: chunk for chunk in stored} | done
-            self._report(stored)
         rows = [self._row(c) for c in done.values() if c.key in group.todo and c.key not in group.lost]
         part = index.write_part(self._job.store, rows) if rows else ""
         return GroupResult(
@@ -69,16 +69,9 @@ class EncodeActor:
             time.perf_counter() - start,
         )
 
-    def _report(self, stored: list[Stored]) -> None:
-        new = [chunk for chunk in stored if chunk.outcome in (WRITTEN, ADOPTED)]
-        self._reporter.add(
-            Counts(
-                tokens=sum(chunk.tokens for chunk in new),
-                chunks=len(new),
-                raw_bytes=sum(_raw_bytes(chunk) for chunk in new),
-                stored_bytes=sum(chunk.stored_bytes for chunk in new),
-            )
-        )
+    def _report(self, chunk: Stored) -> None:
+        if chunk.outcome != KEPT:
+            self._reporter.add(Counts(chunk.tokens, 1, _raw_bytes(chunk), chunk.stored_bytes))
 
     def _row(self, chunk: Stored) -> dict[str, Any]:
         job = self._job

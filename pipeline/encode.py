@@ -8,7 +8,7 @@ from the bits in that blob, not from this process' own.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,17 @@ class Stored:
 class ChainEncoder:
     """Encodes prompts one after another, keeping the target's cache and the predictor's state of the last one."""
 
-    def __init__(self, job: Job, target: Target, predictor: codec.Predictor, profile: codec.Profile) -> None:
+    def __init__(
+        self,
+        job: Job,
+        target: Target,
+        predictor: codec.Predictor,
+        profile: codec.Profile,
+        on_chunk: Callable[[Stored], None] | None = None,
+    ) -> None:
+        """`on_chunk` is called with every chunk as soon as it is in the store."""
         self._job = job
+        self._on_chunk = on_chunk
         self._target = target
         self._predictor = predictor
         self._profile = profile
@@ -131,7 +140,7 @@ class ChainEncoder:
             stats, checksums, digest = self._continue_from(blob, ids, identity, path)
             encoded = None
         self._chain.append(Link(key, first + len(ids), digest))
-        return Stored(
+        chunk = Stored(
             key=key,
             parent_key=keys[index - 1] if index else None,
             index=index,
@@ -145,6 +154,9 @@ class ChainEncoder:
             parent_digest=parent,
             chain_digest=digest,
         )
+        if self._on_chunk is not None:
+            self._on_chunk(chunk)
+        return chunk
 
     def _compute(
         self, ids: torch.Tensor, identity: codec.ChunkIdentity, path: str, lost: bytes | None

@@ -38,6 +38,7 @@ from pipeline.work import Device, GroupResult, Job, make_group
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
 ACTOR_BYTES = 1 << 30  # and what it needs besides
+MAX_BLOCKS = 4096  # a block a group up to here: then a group is what is tried again when a machine is lost
 REGIMES = ("dynamic", "longrope")  # RoPE scalings that depend on how long the prompt is
 
 
@@ -239,7 +240,7 @@ def _compute(
     board = ray.remote(ProgressBoard).options(num_cpus=0).remote()
     reporter = Reporter(board)
     groups = [{"group": make_group(group, plan.stored, before.lost).to_json()} for group in plan.groups]
-    stage = data.from_items(groups, override_num_blocks=len(groups)).map_batches(
+    stage = data.from_items(groups, override_num_blocks=min(len(groups), MAX_BLOCKS)).map_batches(
         EncodeActor,
         fn_constructor_args=(job, _device(device, pools.encode_gpus, pools.encode_cpus), reporter),
         batch_size=1,

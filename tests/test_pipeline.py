@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from codec.errors import DataError, UserError
+from codec.errors import DataError
 from pipeline import index, ray_runtime
 from pipeline.calibration import config_hash, find_profile, offer_profile
 from pipeline.options import Options
@@ -184,26 +184,17 @@ def test_tenants_share_nothing_and_their_salt_is_nowhere(done: Done, monkeypatch
     assert b"hush-hush" not in everything
 
 
-def test_bad_records_are_reported_skipped_and_counted(tiny_model: Path, tmp_path: Path) -> None:
+def test_parquet_with_a_bad_row_fp16_and_a_calibration_corpus(tiny_model: Path, tmp_path: Path) -> None:
     job = Job(tiny_model, tmp_path)
-    corpus = Path(job.options.corpus)
-    corpus.write_text(corpus.read_text().splitlines()[0] + '\nno json\n{"id": "x", "text": ""}\n')
-    with pytest.raises(UserError, match=r"corpus\.jsonl:2: .*--skip-bad"):
-        job.run()
-    assert not any(name.startswith(("blobs/", "index/", "profiles/")) for name in job.files())
-    status, report, text = job.run(skip_bad=True, dry_run=True)
-    assert status == 0 and report["prompts"] == 1
-    assert "corpus.jsonl:2: " in text and "corpus.jsonl:3: " in text
-
-
-def test_parquet_and_fp16_and_a_calibration_corpus(tiny_model: Path, tmp_path: Path) -> None:
-    job = Job(tiny_model, tmp_path)
-    table = pa.table({"id": ["a", "b"], "text": ["def read_file(path):\n" * 9, "The quick brown fox. " * 9]})
+    texts = ["def read_file(path):\n" * 9, "", "The quick brown fox. " * 9]
+    table = pa.table({"id": ["a", "bad", "b"], "text": texts})
     pq.write_table(table, tmp_path / "corpus.parquet")
-    status, report, _ = job.run(
-        corpus=str(tmp_path / "corpus.parquet"), calibration=job.options.corpus, cache_dtype="fp16", max_tokens=50
+    corpus = str(tmp_path / "corpus.parquet")
+    status, report, text = job.run(
+        corpus=corpus, calibration=job.options.corpus, cache_dtype="fp16", max_tokens=50, skip_bad=True
     )
     assert status == 0 and report["prompts"] == 2 and report["tokens"] <= 100
+    assert report["bad_records"] == 1 and "corpus.parquet:2: " in text
     assert report["chunks_verified"] == report["chunks_new"] == 4
     assert any(row["cache_format"] == "fp16" for row in _rows(job))
 
@@ -238,12 +229,11 @@ def test_a_profile_that_is_not_what_its_name_says_is_refused(done: Done, tmp_pat
 def test_an_error_of_ours_is_found_inside_what_ray_raises() -> None:
     import ray
 
-    @ray.remote
     def fail() -> None:
         raise DataError("the blob is bent")
 
     with pytest.raises(Exception) as caught:
-        ray.get(fail.remote())
+        ray.get(ray.remote(fail).remote())
     ours = our_error(caught.value)
     assert type(ours) is DataError and str(ours) == "the blob is bent"
     assert our_error(ValueError("else")) is None
