@@ -175,17 +175,43 @@ def calibrate(
     """Build predictor and profile, and put them into the store."""
     note("building the predictor")
     fmt = target.cache_format
-    predictor = codec.build_predictor(target.config, target.weights(), kind=settings.predictor, bf16=fmt == "bf16")
+    closed = settings.loop == "closed"
+    predictor = codec.build_predictor(
+        target.config, target.weights(), kind=settings.predictor, bf16=fmt == "bf16", exact_kv=closed
+    )
     store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+    fit = _calibrate_closed if closed else _calibrate_open
+    profile = fit(settings, target, identity, predictor, prompts, note)
+    store.put_new(profile_path(profile.id), profile.to_bytes())
+    return predictor, profile
+
+
+def _calibrate_open(
+    settings: Settings, target: Target, identity: bytes, predictor: codec.Predictor, prompts: Sequence[Tensor], note: Note
+) -> codec.Profile:
     moments = codec.Moments.zero(predictor.config)
     for number, tokens in enumerate(prompts):
         note(f"calibrating on prompt {number + 1} of {len(prompts)}")
         cache, state = target.new_cache(), predictor.new_state()
         for ids in _chunks(tokens, settings.chunk_tokens):
             moments.add(codec.measure(predictor, state, ids, target.prefill(cache, ids)))
-    profile = codec.freeze(predictor, identity, fmt, moments, prefill_tokens=settings.chunk_tokens)
-    store.put_new(profile_path(profile.id), profile.to_bytes())
-    return predictor, profile
+    step = settings.chunk_tokens
+    return codec.freeze(predictor, identity, target.cache_format, moments, prefill_tokens=step)
+
+
+def _calibrate_closed(
+    settings: Settings, target: Target, identity: bytes, predictor: codec.Predictor, prompts: Sequence[Tensor], note: Note
+) -> codec.Profile:
+    note(f"running the target on {len(prompts)} calibration prompts")
+    samples = []
+    for tokens in prompts:
+        cache = target.new_cache()
+        states = [target.prefill_states(cache, ids)[1] for ids in _chunks(tokens, settings.chunk_tokens)]
+        hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
+        samples.append(codec.ClosedSample(tokens, target.read(cache, 0, len(tokens)), hidden))
+    note("calibrating layer by layer")
+    step = settings.chunk_tokens
+    return codec.calibrate_closed(predictor, identity, target.cache_format, samples, prefill_tokens=step)
 
 
 def encode_prompts(
