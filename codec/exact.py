@@ -122,6 +122,12 @@ def row_integers(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, pow2(e - 15)
 
 
+def limbs(q: Tensor) -> list[Tensor]:
+    """Integer-valued float32 |q| <= ROW_MAX as two int8 limbs, low first: q = low + 256 * high."""
+    high = torch.floor(q * (1.0 / 256.0) + 0.5)
+    return [(q - high * 256.0).to(torch.int8), high.to(torch.int8)]
+
+
 def quantise_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 activations, one scale a row: x float32 [..., d] -> (values on the e4m3 grid as float64, scale float32 [..., 1])."""
     scale = (x.abs().amax(-1, keepdim=True) * _INV_448).clamp_min(2.0**-100)

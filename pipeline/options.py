@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from codec.errors import UserError
 
-PREDICTORS = ("fp8", "int8")
+PREDICTORS = ("fp8", "int8", "int8-a16")
 LOOPS = ("open", "closed")
 CACHE_FORMATS = ("bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")

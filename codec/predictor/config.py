@@ -11,7 +11,7 @@ from typing import Any
 from codec.errors import PredictorError, UnsupportedArchitecture
 
 SUPPORTED = ("llama",)
-KINDS = ("fp8", "int8")  # rungs of the ladder that this family has
+KINDS = ("fp8", "int8", "int8-a16")  # rungs of the ladder that this family has
 LIMITS = {
     "layers": 1024,
     "hidden": 1 << 17,
@@ -47,7 +47,7 @@ class PredictorConfig:
     exact_kv: bool  # K and V projections in full precision, for the closed loop
 
     def form(self, projection: str) -> str:
-        """The number format of a projection (q, k, v, o, gate, up, down): fp8, int8 or int16."""
+        """The number format of a projection (q, k, v, o, gate, up, down): fp8, int8, int8-a16 or int16."""
         return "int16" if self.exact_kv and projection in ("k", "v") else self.kind
 
     def to_json(self) -> str:

@@ -206,10 +206,6 @@ class Predictor:
 
         def linear(n: str) -> Linear:
             form, bias, weight = self.config.form(n), t.get(f"{name}{n}.bias"), t[f"{name}{n}.weight"]
-            if form == "fp8":
-                weight = weight.to(torch.float32).to(
-                    torch.bfloat16
-                )  # e4m3 values are bf16 values, and those convert faster
             bias = None if bias is None else bias.to(self.device)
             return Linear(form, weight.to(self.device), t[f"{name}{n}.scale"].to(self.device), bias)
 

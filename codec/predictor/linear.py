@@ -5,14 +5,15 @@ A layer's input is quantised once for each format that asks for it, whatever the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from codec import exact
 
-FORMATS = ("fp8", "int8", "int16")
+FORMS = ("fp8", "int8", "int8-a16", "int16")
+STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8-a16": torch.int8, "int16": torch.int16}
+_ACTIVATIONS = {"fp8": "fp8", "int8": "int8", "int8-a16": "int15", "int16": "int15"}
+_LIMB = 256.0
 
 
 class Inputs:
@@ -20,55 +21,72 @@ class Inputs:
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
-        self._quantised: dict[str, tuple[Tensor, Tensor]] = {}
+        self._quantised: dict[str, tuple[list[Tensor], Tensor]] = {}
 
-    def quantised(self, form: str) -> tuple[Tensor, Tensor]:
-        """(integers or e4m3 values in the form that the format's product takes, scale float32 [R, 1])."""
+    def quantised(self, form: str) -> tuple[list[Tensor], Tensor]:
+        """(limbs, scale float32 [R, 1]): e4m3 values as one float64, int8 integers as one, 15-bit integers as two int8 limbs."""
         found = self._quantised.get(form)
         if found is None:
-            found = self._quantised[form] = _QUANTISERS[form](self._x)
+            found = self._quantised[form] = _quantise(self._x, form)
         return found
 
 
-def _int16_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise(x: Tensor, form: str) -> tuple[list[Tensor], Tensor]:
+    if form == "fp8":
+        q, scale = exact.quantise_e4m3(x)
+        return [q], scale
+    if form == "int8":
+        q, scale = exact.quantise_int8(x)
+        return [q], scale
     q, scale = exact.row_integers(x)
-    return q.to(torch.float64), scale
+    return exact.limbs(q), scale
 
 
-_QUANTISERS = {"fp8": exact.quantise_e4m3, "int8": exact.quantise_int8, "int16": _int16_rows}
-
-
-@dataclass
 class Linear:
-    """y = x Wᵀ + b. weight [out, in]: bf16 (holding e4m3 values) for fp8, int8 or int16; scale float32 [out]; bias float32 or None.
+    """y = x Wᵀ + b, with scales that belong to a row of x or to an output channel.
 
-    fp8: e4m3 weights and activations; int8: both int8; int16: 16-bit weights and 15-bit activations ("full precision").
+    fp8: e4m3 weights and activations; int8: both int8; int8-a16: int8 weights, 15-bit activations; int16: 16-bit weights and
+    15-bit activations ("full precision"). What has more than 8 bits is summed in int8 limbs.
     """
 
-    form: str
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None
+    def __init__(self, form: str, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        """weight: as stored [out, in]; scale float32 [out]; bias float32 [out] or None; all on one device."""
+        self.form, self.scale, self.bias = form, scale.to(torch.float64), bias
+        if form == "fp8":
+            self._limbs = [
+                weight.to(torch.float32).to(torch.bfloat16)
+            ]  # e4m3 values are bf16 values, and those convert faster
+        elif form == "int16":
+            self._limbs = [limb.T for limb in exact.limbs(weight.to(torch.float32))]
+        else:
+            self._limbs = [weight.T]
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """float32 [R, out]"""
-        q, scale = inputs.quantised(self.form)
-        if self.form == "int8":
-            total = exact.product_int8(q, self.weight.T).to(torch.float64)
+        rows, scale = inputs.quantised(_ACTIVATIONS[self.form])
+        if self.form == "fp8":
+            total = exact.product(rows[0], self._limbs[0].to(torch.float32).to(torch.float64).T)
         else:
-            total = exact.product(q, self.weight.to(torch.float32).to(torch.float64).T)
-        y = (total * scale.to(torch.float64) * self.scale.to(torch.float64)).to(torch.float32)
+            total = self._integer_product(rows)
+        y = (total * scale.to(torch.float64) * self.scale).to(torch.float32)
         return y if self.bias is None else y + self.bias
+
+    def _integer_product(self, rows: list[Tensor]) -> Tensor:
+        """Sum over pairs of limbs, each exact in int32, combined in float64."""
+        total: Tensor | None = None
+        for i, a in enumerate(rows):
+            for j, w in enumerate(self._limbs):
+                part = exact.product_int8(a, w).to(torch.float64) * _LIMB ** (i + j)  # exact: a power of two
+                total = part if total is None else total + part
+        assert total is not None
+        return total
 
 
 def quantise_weight(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:  # exact: computed once and stored
     """float32 [out, in] -> (weights as stored: float8_e4m3fn, int8 or int16; scale float32 [out], one an output channel)."""
-    top = {"fp8": exact.E4M3_MAX, "int8": 127.0, "int16": float(exact.ROW_MAX)}[form]
+    top = {"fp8": exact.E4M3_MAX, "int16": float(exact.ROW_MAX)}.get(form, 127.0)
     scale = (weight.abs().amax(1) / top).clamp_min(2.0**-100)
     q = (weight / scale[:, None]).clamp(-top, top)
-    if form == "fp8":
-        return q.to(torch.float8_e4m3fn).contiguous(), scale.contiguous()
-    return torch.round(q).to(torch.int8 if form == "int8" else torch.int16).contiguous(), scale.contiguous()
-
-
-STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int16": torch.int16}
+    if form != "fp8":
+        q = torch.round(q)
+    return q.to(STORED_DTYPES[form]).contiguous(), scale.contiguous()
