@@ -83,6 +83,9 @@ def _without_ray_noise() -> Iterator[None]:
     try:
         yield
     finally:
+        del os.environ[
+            "RAY_BACKEND_LOG_LEVEL"
+        ]  # read once, at the start; children of this process choose for themselves
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
