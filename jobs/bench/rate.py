@@ -32,7 +32,7 @@ from codec.errors import UserError
 from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
 from jobs.bench.machine import available_cores, describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
-from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS
+from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS, Options
 from pipeline.paths import blob_path, predictor_path, profile_path
 from pipeline.store import Store
 from pipeline.target import Target, load_config, load_target, load_tokenizer, resolve_cache_format, resolve_model
@@ -48,8 +48,8 @@ class Settings:
     model: str
     calibration: str
     eval: str
-    predictor: str = "fp8"
-    loop: str = "open"
+    predictor: str = Options.predictor
+    loop: str = Options.loop
     cache_dtype: str | None = None
     tokens: int = 1024
     train: int = 12
