@@ -56,15 +56,21 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return out
 
 
-def build(config: dict[str, Any], seed: int = 0) -> codec.Predictor:
+def build(config: dict[str, Any], seed: int = 0, kind: str = "fp8", *, exact_kv: bool = False) -> codec.Predictor:
     """A predictor with random weights."""
-    return codec.build_predictor(config, weights(config, seed))
+    return codec.build_predictor(config, weights(config, seed), kind, exact_kv=exact_kv)
 
 
 @lru_cache(maxsize=1)
 def tiny() -> codec.Predictor:
     """The shared tiny predictor: 2 layers, 2 KV heads, 12 dims."""
     return build(TINY)
+
+
+@lru_cache(maxsize=1)
+def small() -> codec.Predictor:
+    """The shared larger predictor."""
+    return build(SMALL)
 
 
 def tokens(count: int, *, vocab: int = TINY["vocab_size"], seed: int = 0) -> Tensor:

@@ -3,8 +3,8 @@
     python -m tests.make_golden            writes tests/data/v1, if it is not there
     python -m tests.make_golden --force    replaces it: only before the version has been released
 
-Only the predictor's weights, the token ids and the caches come from here; all else follows from them. The caches are not
-stored: the checksums of their raw bits are, and decoding must find them.
+Only the weights, the token ids and the caches come from here; all else follows from them. The caches are not stored: the
+checksums of their raw bits are, and decoding must find them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,46 +21,101 @@ import codec
 from codec.blob import VERSION
 from codec.checksums import layer_checksums
 from tests import codec_samples as samples
+from tests.float_model import World
 
 FOLDER = Path(__file__).resolve().parent / "data" / f"v{VERSION}"
 CHUNK = 32
-# name: (cache format, tokens, first token with hostile values or None, noise of the cache)
-CASES: dict[str, tuple[str, int, int | None, float]] = {
-    "bf16": ("bf16", 70, None, samples.PROFILE_NOISE),  # two whole chunks and a partial one
-    "bf16-hostile": ("bf16", 40, 20, samples.PROFILE_NOISE),
-    "bf16-outliers": ("bf16", 32, None, 3.0),  # residuals far outside the profile
-    "fp16": ("fp16", 70, None, samples.PROFILE_NOISE),
-    "fp16-hostile": ("fp16", 33, 0, samples.PROFILE_NOISE),
+# Small, as the files are committed; three layers, so that corrections reach a layer that corrects in its turn.
+CONFIG: dict[str, Any] = samples.TINY | {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8,
+}  # fmt: skip
+HALF_TURNED: dict[str, Any] = CONFIG | {
+    "rope_parameters": {"rope_type": "linear", "factor": 1.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+# predictor: (config, kind, K and V projections in full precision)
+PREDICTORS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "fp8": (CONFIG, "fp8", False),
+    "fp8-kv16": (CONFIG, "fp8", True),
+    "int8-kv16": (HALF_TURNED, "int8", True),
+}
+# profile: (predictor, loop, cache format)
+PROFILES: dict[str, tuple[str, str, str]] = {
+    "fp8-open-bf16": ("fp8", "open", "bf16"),
+    "fp8-open-fp16": ("fp8", "open", "fp16"),
+    "fp8-closed-bf16": ("fp8-kv16", "closed", "bf16"),
+    "fp8-closed-fp16": ("fp8-kv16", "closed", "fp16"),
+    "int8-open-bf16": ("int8-kv16", "open", "bf16"),
+    "int8-closed-bf16": ("int8-kv16", "closed", "bf16"),
+}
+
+
+class Case(NamedTuple):
+    """One prompt of the set: hostile is the first token with hostile values, noise is added to the model's own cache."""
+
+    profile: str
+    tokens: int
+    hostile: int | None = None
+    noise: float = 0.0
+
+
+CASES = {
+    "fp8-open-bf16": Case("fp8-open-bf16", 70),  # two whole chunks and a partial one
+    "fp8-open-bf16-hostile": Case("fp8-open-bf16", 40, hostile=20),
+    "fp8-open-bf16-outliers": Case("fp8-open-bf16", 32, noise=6.0),  # residuals far outside the profile
+    "fp8-open-fp16": Case("fp8-open-fp16", 70),
+    "fp8-open-fp16-hostile": Case("fp8-open-fp16", 33, hostile=0),
+    "fp8-closed-bf16": Case("fp8-closed-bf16", 70),
+    "fp8-closed-bf16-hostile": Case("fp8-closed-bf16", 50, hostile=40),
+    "fp8-closed-bf16-outliers": Case("fp8-closed-bf16", 32, noise=6.0),
+    "fp8-closed-fp16": Case("fp8-closed-fp16", 70),
+    "fp8-closed-fp16-hostile": Case("fp8-closed-fp16", 33, hostile=0),
+    "int8-open-bf16": Case("int8-open-bf16", 33),
+    "int8-closed-bf16": Case("int8-closed-bf16", 70),
+    "int8-closed-bf16-hostile": Case("int8-closed-bf16", 34, hostile=30),
 }
 
 
 def make(folder: Path) -> None:
     """Write the golden set into a new folder."""
     folder.mkdir(parents=True)
-    predictor = samples.build(samples.TINY, seed=11)
-    (folder / "predictor.safetensors").write_bytes(predictor.to_bytes())
-    profiles = {name: samples.make_profile(predictor, name) for name in ("bf16", "fp16")}
+    worlds = {name: World(config, kind, seed=11, exact_kv=full) for name, (config, kind, full) in PREDICTORS.items()}
+    profiles = {name: worlds[p].profile(loop, fmt) for name, (p, loop, fmt) in PROFILES.items()}
     record: dict[str, Any] = {
         "format": VERSION, "torch": torch.__version__.split("+")[0], "target": samples.TARGET.hex(), "chunk_tokens": CHUNK,
-        "predictor": predictor.fingerprint.hex(), "profiles": {n: p.id.hex() for n, p in profiles.items()}, "cases": {},
+        "predictors": {n: w.predictor.fingerprint.hex() for n, w in worlds.items()},
+        "profiles": {n: {"id": p.id.hex(), "predictor": PROFILES[n][0]} for n, p in profiles.items()}, "cases": {},
     }  # fmt: skip
+    for name, w in worlds.items():
+        (folder / f"predictor-{name}.safetensors").write_bytes(w.predictor.to_bytes())
     for name, profile in profiles.items():
         (folder / f"profile-{name}.safetensors").write_bytes(profile.to_bytes())
-    for seed, (case, (name, count, hostile, noise)) in enumerate(CASES.items()):
-        profile, ids = profiles[name], samples.tokens(count, seed=100 + seed)
-        values = samples.truth(predictor, predictor.new_state(), ids, profile.format, noise=noise, seed=seed)
-        if hostile is not None:
-            values = samples.with_hostile(values, profile.format, token=hostile)
-        chunks = samples.encode_prompt(predictor, profile, ids, values, CHUNK)
+    for seed, (name, case) in enumerate(CASES.items()):
+        w, profile = worlds[PROFILES[case.profile][0]], profiles[case.profile]
+        ids = w.tokens(case.tokens, seed=100 + seed)
+        values = cache(w, profile, ids, case, seed)
+        chunks = samples.encode_prompt(w.predictor, profile, ids, values, CHUNK)
         for n, chunk in enumerate(chunks):
-            (folder / f"{case}-{n}.kv").write_bytes(chunk.blob)
-        record["cases"][case] = {
-            "cache_format": name, "token_ids": ids.tolist(), "keys": [k.hex() for k in samples.keys(ids, CHUNK, name)],
+            (folder / f"{name}-{n}.kv").write_bytes(chunk.blob)
+        record["cases"][name] = {
+            "profile": case.profile, "token_ids": ids.tolist(),
+            "keys": [k.hex() for k in samples.keys(ids, CHUNK, profile.cache_format)],
             "layer_checksums": [c.layer_checksums.hex() for c in chunks], "chain_digests": [c.chain_digest.hex() for c in chunks],
             "whole_checksums": layer_checksums(values, profile.format).hex(), "escapes": [c.stats.escapes for c in chunks],
             "blobs": [codec.content_id(c.blob).hex() for c in chunks],
         }  # fmt: skip
     (folder / "golden.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def cache(w: World, profile: codec.Profile, ids: torch.Tensor, case: Case, seed: int) -> samples.Layers:
+    """The case's truth."""
+    values, generator = w.truth(ids, profile.cache_format), torch.Generator().manual_seed(3000 + seed)
+    if case.noise:
+        values = [
+            (samples.cast(k + torch.randn(k.shape, generator=generator) * case.noise, profile.format),
+             samples.cast(v + torch.randn(v.shape, generator=generator) * case.noise, profile.format))
+            for k, v in values
+        ]  # fmt: skip
+    return values if case.hostile is None else samples.with_hostile(values, profile.format, token=case.hostile)
 
 
 def main() -> None:

@@ -343,7 +343,7 @@ def test_a_flipped_profile_is_refused_or_has_another_id(at: int, bit: int) -> No
 
 def profile_with(facts: dict[str, Any] | None = None, drop: str = "", **tensors: np.ndarray[Any, Any]) -> bytes:
     profile = samples.tiny_profile()
-    parts = {"grid": profile.grid, "reciprocal": profile.reciprocal, "table": profile.table} | tensors
+    parts = profile.tensors | tensors
     parts.pop(drop, None)
     text = json.dumps(
         json.loads(json.dumps(profile.facts.__dict__)) | (facts or {}), sort_keys=True, separators=(",", ":")
@@ -353,20 +353,20 @@ def profile_with(facts: dict[str, Any] | None = None, drop: str = "", **tensors:
 
 
 def test_profiles_of_wrong_shapes_and_ranges_are_refused() -> None:
-    p = samples.tiny_profile()
-    assert codec.Profile.from_bytes(profile_with()).id == p.id
-    falling = p.table.copy()
+    assert codec.Profile.from_bytes(profile_with()).id == samples.tiny_profile().id
+    grid, reciprocal, table = (samples.tiny_profile().tensors[n] for n in ("grid", "reciprocal", "table"))
+    falling = table.copy()
     falling[4000] = falling[5000]
     bad: list[bytes] = [
         b"", b"\0" * 8, b"\xff" * 64, profile_with(drop="grid"), profile_with(drop="table"), profile_with({"version": 2}),
         profile_with({"version": 0}), profile_with({"coder": "another"}), profile_with({"cache_format": "fp4"}),
         profile_with({"layers": 3}),
         profile_with({"kv_heads": 1}), profile_with({"unknown": 1}), profile_with({"target": "xyz"}), profile_with({"predictor": "ab"}),
-        profile_with({"loop": "ajar"}), profile_with(grid=p.grid[:1]), profile_with(grid=p.grid.astype(np.int32)),
-        profile_with(grid=np.full_like(p.grid, -127)), profile_with(grid=np.full_like(p.grid, 121)),
-        profile_with(reciprocal=p.reciprocal * 0), profile_with(reciprocal=np.full_like(p.reciprocal, (1 << 20) + 1)),
-        profile_with(reciprocal=p.reciprocal.astype(np.int64)), profile_with(table=p.table[1:]), profile_with(table=p.table + 1),
-        profile_with(table=falling), profile_with(table=p.table.astype(np.float64)),
-        profile_with({"cache_format": "fp16"}, grid=p.grid - 20),
+        profile_with({"loop": "ajar"}), profile_with(grid=grid[:1]), profile_with(grid=grid.astype(np.int32)),
+        profile_with(grid=np.full_like(grid, -127)), profile_with(grid=np.full_like(grid, 121)),
+        profile_with(reciprocal=reciprocal * 0), profile_with(reciprocal=np.full_like(reciprocal, (1 << 20) + 1)),
+        profile_with(reciprocal=reciprocal.astype(np.int64)), profile_with(table=table[1:]), profile_with(table=table + 1),
+        profile_with(table=falling), profile_with(table=table.astype(np.float64)),
+        profile_with({"cache_format": "fp16"}, grid=grid - 20),
     ]  # fmt: skip
     samples.refused_all(codec.Profile.from_bytes, bad, errors.ProfileError)

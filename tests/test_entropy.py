@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec.cells import BINADES, Ints, cell_limit
-from codec.entropy import SLICE, Decoder, Encoder, decode_tensor, encode_tensor
+from codec.cells import BINADES, Ints, cell_limit, edge_table
+from codec.entropy import SLICE, Decoder, Encoder, decode_groups, decode_tensor, encode_groups, encode_tensor
 from codec.errors import CorruptBlob
 from codec.formats import BF16, FP16, NumberFormat
 from codec.ideal import ideal_bits
@@ -23,11 +23,15 @@ from codec.residual import (
     TABLE_REACH,
     WINDOW,
     CellModel,
+    ChannelScales,
     Freqs,
     Placement,
     gaussian_table,
     place,
+    place_values,
+    place_values_reference,
     quantise_scales,
+    scale_integers,
     zero_cell_frequencies,
 )
 from tests import codec_samples as samples
@@ -158,6 +162,62 @@ def test_compiled_loops_equal_the_plain_code(fmt: NumberFormat, seed: int) -> No
     assert np.array_equal(fast.cell_frequencies(where, block), plain.cell_frequencies(where, block))
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1), st.integers(1, 300))
+def test_compiled_placing_equals_the_plain_code(fmt: NumberFormat, seed: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    sigma = 2.0 ** rng.uniform(-25, 65, (3, 1))
+    mean = rng.standard_normal((3, count)) * 2.0 ** rng.uniform(-40, 130, (3, count))
+    mean[rng.random(mean.shape) < 0.2] = 0.0
+    mean = np.where(
+        rng.random(mean.shape) < 0.2, sigma * rng.integers(-9, 10, mean.shape) / 8, mean
+    )  # halves, cell edges
+    scales = ChannelScales(*scale_integers(sigma, fmt))
+    fast, plain = place_values(mean, scales, fmt), place_values_reference(mean, scales, fmt)
+    assert np.array_equal(fast.mean, plain.mean) and np.array_equal(fast.start, plain.start)
+    limit = cell_limit(fmt)
+    assert (plain.start >= -limit).all() and (plain.start <= limit - WINDOW).all()
+    outside = (
+        np.abs(fast.start + WINDOW // 2) < limit - WINDOW
+    )  # not cut off at the ends: the window is around the mean
+    at = plain.start + WINDOW // 2 + limit
+    edges = edge_table(fmt)
+    inside = outside & (np.abs(plain.mean) < 2**49)
+    low, high = edges[at[inside] - 1], edges[np.minimum(at[inside] + 2, 2 * limit)]
+    assert (low <= plain.mean[inside]).all() and (plain.mean[inside] <= high).all()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 5))
+def test_compiled_decoding_equals_the_plain_code(fmt: NumberFormat, seed: int, group: int, groups: int) -> None:
+    rng = np.random.default_rng(seed)
+    flat = any_placement(rng, group * groups, fmt)
+    where = Placement(*(x.reshape(groups, group) for x in (flat.mean, flat.start, flat.grid, flat.reciprocal)))
+    hostile = samples.hostile_patterns(fmt)
+    patterns = rng.integers(0, 1 << 16, (groups, group))
+    patterns = np.where(
+        rng.random(patterns.shape) < 0.3, hostile[rng.integers(0, len(hostile), patterns.shape)], patterns
+    )
+    stream, _ = encode_groups(patterns, where, MODELS[fmt.name], fmt)
+    plain = CellModel(TABLE, fmt, reference=True)
+    assert encode_groups(patterns, where, plain, fmt)[0] == stream
+    for model in (MODELS[fmt.name], plain):
+        coder = Decoder(stream)
+        for g in range(groups):
+            row = where.rows(np.array([g]))
+            assert np.array_equal(decode_groups(coder, row, model, fmt), patterns[g])
+        coder.finish()
+
+
+def test_groups_of_one_are_the_same_bits_as_a_tensor() -> None:
+    rng = np.random.default_rng(1)
+    where, patterns = any_placement(rng, 300, BF16), rng.integers(0, 1 << 16, 300)
+    one = Placement(*(x[None] for x in (where.mean, where.start, where.grid, where.reciprocal)))
+    assert encode_groups(patterns[None], one, MODELS["bf16"], BF16) == encode_tensor(
+        patterns, where, MODELS["bf16"], BF16
+    )
+
+
 def test_table_is_a_cumulative_distribution() -> None:
     assert len(TABLE) == 2 * TABLE_REACH + 1 and TABLE[0] == 0 and TABLE[-1] == 1 << TABLE_BITS
     assert (np.diff(TABLE) >= 0).all() and TABLE[TABLE_REACH] == 1 << (TABLE_BITS - 1)
@@ -241,7 +301,7 @@ def stages_of(rng: np.random.Generator, count: int) -> list[tuple[Ints, Freqs | 
 def coded(stages: list[tuple[Ints, Freqs | Ints]]) -> bytes:
     coder = Encoder()
     for symbols, parameters in stages:
-        (coder.categorical if parameters.ndim == 2 else coder.uniform)(symbols, parameters)  # type: ignore[arg-type]
+        coder.stage(symbols, parameters)
     return coder.finish()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +18,17 @@ import safetensors.torch
 import torch
 
 import codec
+from codec import exact
 from codec.chunk import guess_digest
 from tests import codec_samples as samples
+from tests.float_model import World
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = (300, 121, 1)  # of the prompts of a batch; the first alone is more than one block of queries
-CHUNKS = (37, 64, 256, 300)
+# kind of predictor and loop: the chunk sizes that are tried
+CHUNKS = {"fp8-open": (37, 64, 256, 300), "fp8-closed": (37, 300), "int8-open": (64, 300), "int8-closed": (100, 300),
+          "int8-a16-closed": (150,)}  # fmt: skip
+ROWS = [(pair, chunk) for pair, chunks in CHUNKS.items() for chunk in chunks]
 SETTINGS: dict[str, dict[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1"},
     # passive: threads that spin while they wait would take a core from one another on a busy machine
@@ -35,6 +41,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     "scalar kernels": {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default"},
     "avx2 kernels": {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"},
     "sse4.2 products": {"OMP_NUM_THREADS": "1", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "NUMBA_CPU_NAME": "generic"},
+    # int8 kernels that saturate: the proof refuses them
+    "no int8 kernel": {"OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
 
 
@@ -43,8 +51,8 @@ def prompts() -> list[torch.Tensor]:
     return [samples.tokens(n, vocab=samples.SMALL["vocab_size"], seed=i) for i, n in enumerate(LENGTHS)]
 
 
-def layers_of(tensors: dict[str, torch.Tensor], prompt: int, count: int) -> samples.Layers:
-    return [(tensors[f"{prompt}.{n}.k"], tensors[f"{prompt}.{n}.v"]) for n in range(count)]
+def layers_of(tensors: dict[str, torch.Tensor], prompt: int) -> samples.Layers:
+    return [(tensors[f"{prompt}.{n}.k"], tensors[f"{prompt}.{n}.v"]) for n in range(samples.SMALL["num_hidden_layers"])]
 
 
 def batch_blobs(predictor: codec.Predictor, profile: codec.Profile, truths: list[samples.Layers]) -> list[list[bytes]]:
@@ -62,26 +70,31 @@ def batch_blobs(predictor: codec.Predictor, profile: codec.Profile, truths: list
 
 def compute(folder: Path, name: str, other: str | None = None) -> dict[str, Any]:
     """Digests under this process's settings; blobs go to `folder`/name, those in `folder`/other are decoded."""
-    predictor = codec.Predictor.from_bytes((folder / "predictor").read_bytes())
-    profile = codec.Profile.from_bytes((folder / "profile").read_bytes())
-    codec.check_known_answer(predictor, profile)
     tensors = safetensors.torch.load((folder / "truth").read_bytes())
-    truths = [layers_of(tensors, i, predictor.config.layers) for i in range(len(LENGTHS))]
-    ids = prompts()[0]
-    out: dict[str, Any] = {"threads": torch.get_num_threads(), "kernels": torch.backends.cpu.get_cpu_capability()}
-    out["guesses"] = {str(n): guess_digest(predictor, ids, n).hex() for n in CHUNKS}
-    blobs = {str(n): [c.blob for c in samples.encode_prompt(predictor, profile, ids, truths[0], n)] for n in CHUNKS}
-    blobs["batch"], blobs["alone"] = batch_blobs(predictor, profile, truths)
-    out["blobs"] = {n: codec.content_id(b"".join(part)).hex() for n, part in blobs.items()}
-    for n, part in blobs.items():
-        for i, blob in enumerate(part):
-            (folder / f"{name}.{n}.{i}").write_bytes(blob)
-    out["decoded"] = other is None or all(
-        samples.same_bits(
-            samples.joined(samples.decode_prompt(predictor, profile, ids, read(folder, other, n), n)), truths[0]
-        )
-        for n in CHUNKS
-    )
+    truths = [layers_of(tensors, i) for i in range(len(LENGTHS))]
+    out: dict[str, Any] = {
+        "threads": torch.get_num_threads(), "kernels": torch.backends.cpu.get_cpu_capability(),
+        "int8 kernel": exact._int8_kernel_is_exact(torch.device("cpu")), "guesses": {}, "blobs": {}, "decoded": {},
+    }  # fmt: skip
+    for pair, chunks in CHUNKS.items():
+        predictor = codec.Predictor.from_bytes((folder / f"{pair}.predictor").read_bytes())
+        profile = codec.Profile.from_bytes((folder / f"{pair}.profile").read_bytes())
+        codec.check_known_answer(predictor, profile)
+        ids = prompts()[0]
+        out["guesses"] |= {f"{pair}.{n}": guess_digest(predictor, ids, n).hex() for n in chunks}
+        blobs = {
+            f"{pair}.{n}": [c.blob for c in samples.encode_prompt(predictor, profile, ids, truths[0], n)]
+            for n in chunks
+        }
+        blobs[f"{pair}.batch"], blobs[f"{pair}.alone"] = batch_blobs(predictor, profile, truths)
+        out["blobs"] |= {n: codec.content_id(b"".join(part)).hex() for n, part in blobs.items()}
+        for n, part in blobs.items():
+            for i, blob in enumerate(part):
+                (folder / f"{name}.{n}.{i}").write_bytes(blob)
+        if other is not None:
+            for n in chunks:
+                back = samples.decode_prompt(predictor, profile, ids, read(folder, f"{other}.{pair}", n), n)
+                out["decoded"][f"{pair}.{n}"] = samples.same_bits(samples.joined(back), truths[0])
     return out
 
 
@@ -93,16 +106,16 @@ def read(folder: Path, name: str, chunk_tokens: int) -> list[bytes]:
 # ---------------------------------------------------------------- the tests
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each setting's process computed. Each also decodes the blobs of the one before it, the first those of the last."""
+    """What each setting's process computed. Each also decodes the blobs of the one before it, the first those of this process."""
     folder = tmp_path_factory.mktemp("exactness")
-    predictor = samples.build(samples.SMALL)
-    profile = samples.make_profile(predictor)
-    tensors = {}
-    for i, ids in enumerate(prompts()):
-        for n, (k, v) in enumerate(samples.truth(predictor, predictor.new_state(), ids, profile.format, seed=i)):
-            tensors |= {f"{i}.{n}.k": k.contiguous(), f"{i}.{n}.v": v.contiguous()}
-    (folder / "predictor").write_bytes(predictor.to_bytes())
-    (folder / "profile").write_bytes(profile.to_bytes())
+    for pair in CHUNKS:
+        kind, loop = pair.rsplit("-", 1)
+        w = World(samples.SMALL, kind, prompts=4, exact_kv=loop == "closed")
+        (folder / f"{pair}.predictor").write_bytes(w.predictor.to_bytes())
+        (folder / f"{pair}.profile").write_bytes(w.profile(loop).to_bytes())
+    truths = [w.truth(ids) for ids in prompts()]  # the model's own cache: the same for every predictor
+    tensors = {f"{i}.{n}.{x}": t.contiguous() for i, layers in enumerate(truths) for n, kv in enumerate(layers)
+               for x, t in zip("kv", kv, strict=True)}  # fmt: skip
     (folder / "truth").write_bytes(safetensors.torch.save(tensors))
     out: dict[str, dict[str, Any]] = {"this process": compute(folder, "this process")}
     for name, settings in SETTINGS.items():
@@ -111,7 +124,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 def in_process(settings: dict[str, str], *arguments: str | Path) -> dict[str, Any]:
-    cleared = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "MKL_", "ATEN_", "NUMBA_"))}
+    cleared = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "MKL_", "ATEN_", "NUMBA_", "ONEDNN_"))
+    }
     run = subprocess.run(
         [sys.executable, "-m", "tests.test_exactness", *map(str, arguments)], env=cleared | settings, cwd=ROOT, capture_output=True,
         text=True, timeout=300,
@@ -124,28 +139,34 @@ def in_process(settings: dict[str, str], *arguments: str | Path) -> dict[str, An
 def test_settings_took_effect(results: dict[str, dict[str, Any]]) -> None:
     assert results["one thread"]["threads"] == 1 and results["two threads"]["threads"] == 2
     assert results["scalar kernels"]["kernels"] == "DEFAULT"
+    if platform.machine() == "x86_64":
+        assert not results["no int8 kernel"]["int8 kernel"]
 
 
-def test_guesses_have_one_digest(results: dict[str, dict[str, Any]]) -> None:
-    digests = {(name, chunk): value for name, r in results.items() for chunk, value in r["guesses"].items()}
-    assert len(digests) == len(CHUNKS) * (len(SETTINGS) + 1)
+@pytest.mark.parametrize("pair", CHUNKS)
+def test_guesses_have_one_digest(results: dict[str, dict[str, Any]], pair: str) -> None:
+    digests = {(name, chunk): r["guesses"][f"{pair}.{chunk}"] for name, r in results.items() for chunk in CHUNKS[pair]}
+    assert len(digests) == len(CHUNKS[pair]) * (len(SETTINGS) + 1)
     assert len(set(digests.values())) == 1, digests
 
 
-@pytest.mark.parametrize("chunk", [*map(str, CHUNKS), "batch", "alone"])
-def test_blobs_have_one_digest(results: dict[str, dict[str, Any]], chunk: str) -> None:
-    digests = {name: r["blobs"][chunk] for name, r in results.items()}
+@pytest.mark.parametrize(
+    "row", [f"{p}.{c}" for p, c in ROWS] + [f"{p}.{c}" for p in CHUNKS for c in ("batch", "alone")]
+)
+def test_blobs_have_one_digest(results: dict[str, dict[str, Any]], row: str) -> None:
+    digests = {name: r["blobs"][row] for name, r in results.items()}
     assert len(set(digests.values())) == 1, digests
 
 
-def test_a_batch_gives_the_blobs_of_its_prompts(results: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("pair", CHUNKS)
+def test_a_batch_gives_the_blobs_of_its_prompts(results: dict[str, dict[str, Any]], pair: str) -> None:
     for name, r in results.items():
-        assert r["blobs"]["batch"] == r["blobs"]["alone"], name
+        assert r["blobs"][f"{pair}.batch"] == r["blobs"][f"{pair}.alone"], name
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_blobs_decode_under_another_setting(results: dict[str, dict[str, Any]], name: str) -> None:
-    assert results[name]["decoded"]
+    assert len(results[name]["decoded"]) == len(ROWS) and all(results[name]["decoded"].values())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import codec
 from codec import errors
 from codec.predictor import rope
-from codec.predictor.build import quantise_weight
+from codec.predictor.linear import quantise_weight
 from tests import codec_samples as samples
 
 CONTEXT = 256
@@ -72,8 +72,10 @@ def cache_of(made: LlamaForCausalLM, ids: Tensor) -> samples.Layers:
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
-def predictor_of(made: LlamaForCausalLM, bf16: bool = False) -> codec.Predictor:
-    return codec.build_predictor(made.config.to_dict(), made.state_dict(), bf16=bf16)
+def predictor_of(
+    made: LlamaForCausalLM, bf16: bool = False, kind: str = "fp8", exact_kv: bool = False
+) -> codec.Predictor:
+    return codec.build_predictor(made.config.to_dict(), made.state_dict(), kind, bf16, exact_kv)
 
 
 def agreement(guess: Tensor, true: Tensor) -> tuple[float, float]:
@@ -122,7 +124,7 @@ def test_first_layer_keys_are_exact_up_to_fp8() -> None:
     made = model()
     for name, weight in made.named_parameters():
         if "layers.0.self_attn" in name:
-            grid, scale = quantise_weight(weight)
+            grid, scale = quantise_weight(weight, "fp8")
             weight.copy_(grid.float() * scale[:, None])
     embed = made.model.embed_tokens.weight
     embed.copy_(torch.where(embed > 0, 1.0, -1.0))  # normalised to +-1 times the norm's weight
@@ -169,7 +171,7 @@ def test_one_changed_weight_changes_the_fingerprint() -> None:
 def test_weights_are_quantised_a_channel_at_a_time() -> None:
     weight = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 4, 8)[:, None]
     weight[5] = 0
-    q, scale = quantise_weight(weight)
+    q, scale = quantise_weight(weight, "fp8")
     assert q.dtype == torch.float8_e4m3fn and torch.isfinite(scale).all() and (scale > 0).all()
     error = (q.float() * scale[:, None] - weight).abs().amax(1)
     assert (error <= weight.abs().amax(1) / 27).all()
@@ -328,7 +330,8 @@ def test_predictors_of_wrong_shapes_are_refused() -> None:
         predictor_with({"rope_dim": "a"}), predictor_with({"rope_dim": -2}), predictor_with({"rope_dim": 6}),
         predictor_with({"context_length": 0}), predictor_with({"context_length": "9"}), predictor_with({"norm_eps": "a"}),
         predictor_with({"norm_eps": -1.0}), predictor_with({"rope_scaling": None}), predictor_with({"kind": "int1"}),
-        predictor_with({"family": "rwkv"}), predictor_with({"more": 1}), predictor_with(drop="embed"), predictor_with(drop="rope.inverse"),
+        predictor_with({"family": "rwkv"}), predictor_with({"exact_kv": 1}), predictor_with({"exact_kv": True}),
+        predictor_with({"kind": "int8"}), predictor_with({"more": 1}), predictor_with(drop="embed"), predictor_with(drop="rope.inverse"),
         predictor_with(drop="rope.starts"), predictor_with(drop="layers.1.down.scale"), predictor_with(drop="value_exponents"),
         predictor_with(embed=tensors["embed"][:-1].contiguous()), predictor_with(rope__inverse=tensors["rope.inverse"][:, :2].contiguous()),
         predictor_with(layers__0__q__weight=tensors["layers.0.q.weight"].float()), predictor_with(layers__0__norm1=nan),

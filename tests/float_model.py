@@ -1,0 +1,112 @@
+"""A plain float Llama over the weights of codec_samples: the caches that closed-loop tests need.
+
+Guess plus independent noise would show nothing: what the closed loop uses is that all errors of a layer have one cause. Here
+the truth is what the original weights give, and the predictor's error is its own quantisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import codec
+from codec.calibrate import Sample, calibrate_closed
+from codec.formats import FORMATS
+from codec.predictor.rope import cos_sin, frequencies, rotate
+from tests import codec_samples as samples
+
+
+def cache_of(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> tuple[samples.Layers, list[Tensor]]:
+    """(K and V of every layer, float64 [kv_heads, T, dim]; hidden state entering every layer, [T, hidden])."""
+    t = {name: w.double() for name, w in weights.items()}
+    dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    f = frequencies(config, dim)
+    cos, sin = (x.double() for x in cos_sin(f.inverse, f.starts, torch.arange(len(ids)), f.scaling, bf16=False))
+    later = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
+    h, layers, hidden = t["model.embed_tokens.weight"][ids], [], []
+    for i in range(config["num_hidden_layers"]):
+        name = f"model.layers.{i}."
+
+        def project(x: Tensor, projection: str, name: str = name) -> Tensor:
+            return x @ t[f"{name}{projection}.weight"].T
+
+        def norm(x: Tensor, which: str, name: str = name) -> Tensor:
+            return x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * t[f"{name}{which}.weight"]
+
+        hidden.append(h)
+        x = norm(h, "input_layernorm")
+        q, k, v = (
+            project(x, f"self_attn.{p}_proj").view(len(ids), n, dim).transpose(0, 1)
+            for p, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        layers.append((k, v))
+        kk, vv = (z.repeat_interleave(heads // kv_heads, 0) for z in (k, v))
+        scores = (q @ kk.transpose(1, 2) / dim**0.5).masked_fill(later, -torch.inf)
+        h = h + project((scores.softmax(-1) @ vv).transpose(0, 1).reshape(len(ids), -1), "self_attn.o_proj")
+        x = norm(h, "post_attention_layernorm")
+        gated = torch.nn.functional.silu(project(x, "mlp.gate_proj")) * project(x, "mlp.up_proj")
+        h = h + project(gated, "mlp.down_proj")
+    return layers, hidden
+
+
+class World:
+    """A model, a predictor of it, and profiles of both loops, calibrated on prompts that tests do not use."""
+
+    def __init__(
+        self, config: dict[str, Any], kind: str, *, seed: int = 0, prompts: int = 12, tokens: int = 100, exact_kv: bool = True
+    ) -> None:  # fmt: skip
+        self.config, self.weights = config, samples.weights(config, seed)
+        self.predictor = codec.build_predictor(config, self.weights, kind, exact_kv=exact_kv)
+        self._prompts = [self.tokens(tokens, seed=500 + i) for i in range(prompts)]
+        self._profiles: dict[tuple[str, str], codec.Profile] = {}
+
+    def tokens(self, count: int, seed: int = 0) -> Tensor:
+        """Random token ids, int64 [count]."""
+        return samples.tokens(count, vocab=self.config["vocab_size"], seed=seed)
+
+    def truth(self, ids: Tensor, name: str = "bf16") -> samples.Layers:
+        """The model's cache for a prompt, in the cache's format."""
+        return self._cast(cache_of(self.config, self.weights, ids)[0], name)
+
+    def profile(self, loop: str, name: str = "bf16") -> codec.Profile:
+        """The profile of that loop and cache format."""
+        if (loop, name) not in self._profiles:
+            calibrate = self._closed if loop == "closed" else self._open
+            self._profiles[loop, name] = calibrate(name)
+        return self._profiles[loop, name]
+
+    def samples(self, name: str) -> list[Sample]:
+        """The calibration prompts."""
+        out = []
+        for ids in self._prompts:
+            layers, hidden = cache_of(self.config, self.weights, ids)
+            out.append(Sample(ids, self._cast(layers, name), hidden))
+        return out
+
+    def _closed(self, name: str) -> codec.Profile:
+        return calibrate_closed(self.predictor, samples.TARGET, name, self.samples(name), prefill_tokens=64)
+
+    def _open(self, name: str) -> codec.Profile:
+        moments = codec.Moments.zero(self.predictor.config)
+        for s in self.samples(name):
+            moments.add(codec.measure(self.predictor, self.predictor.new_state(), s.token_ids, s.truth))
+        return codec.freeze(self.predictor, samples.TARGET, name, moments, prefill_tokens=64)
+
+    def _cast(self, layers: Sequence[tuple[Tensor, Tensor]], name: str) -> samples.Layers:
+        fmt = FORMATS[name]
+        return [(samples.cast(k.float(), fmt), samples.cast(v.float(), fmt)) for k, v in layers]
+
+
+# Four layers, so that a correction has somewhere to go.
+WORLD: dict[str, Any] = samples.TINY | {"num_hidden_layers": 4}
+
+
+@lru_cache(maxsize=4)
+def world(kind: str = "fp8") -> World:
+    """The shared world of a predictor kind."""
+    return World(WORLD, kind)

@@ -1,0 +1,269 @@
+"""The joint model of a layer: encoder and decoder integers alike, laws and fits against references, calibration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import codec
+from codec import errors, exact
+from codec.closed_loop import COEFFICIENT_MAX, FEATURE_MAX, ClosedLoop, Geometry, JointLayer, Means, PairLaw
+from codec.formats import BF16, FORMATS, NumberFormat
+from codec.residual import CellModel, gaussian_table
+from tests import codec_samples as samples
+from tests.float_model import world
+from tests.test_closed_loop import check_round_trip, prompt
+
+
+# ---------------------------------------------------------------- encoder and decoder alike
+def ready_of(joint: JointLayer, fmt: NumberFormat = BF16) -> Any:
+    return ClosedLoop([joint], 2, CellModel(gaussian_table(), fmt), fmt)._layers[0]
+
+
+def any_joint(rng: np.random.Generator, pairs: int, hidden: int = 8, extreme: bool = False) -> JointLayer:
+    """A joint model within the bounds of a profile, and no more sensible than that."""
+    n = 4 * pairs
+    coefficient = np.tril(rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (n, n)), -1)
+    if extreme:
+        coefficient = np.tril(np.where(rng.random((n, n)) < 0.5, -COEFFICIENT_MAX, COEFFICIENT_MAX - 1), -1)
+    first = np.arange(n // 2, n, 2)
+    coefficient[first + 1, first] = 0
+    return JointLayer(
+        step=rng.integers(-20, 4, n), coefficient=coefficient.astype(np.int16), unit=rng.integers(-40, -20, n),
+        sigma=(2.0 ** rng.uniform(-12, 6, n)).astype(np.float32), inside=rng.uniform(-2, 2, n // 4).astype(np.float32),
+        gain=rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (hidden, n)).astype(np.int16), gain_unit=rng.integers(-60, -30, hidden),
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_means_one_by_one_equal_one_product(seed: int, pairs: int, tokens: int, extreme: bool) -> None:
+    rng = np.random.default_rng(seed)
+    ready = ready_of(any_joint(rng, pairs, extreme=extreme))
+    features = rng.integers(-FEATURE_MAX, FEATURE_MAX + 1, (4 * pairs, tokens)).astype(np.float64)
+    if extreme:
+        features = np.where(features < 0, -float(FEATURE_MAX), float(FEATURE_MAX))
+    whole = exact.product(ready.coefficient, torch.from_numpy(features)).numpy() * ready.unit
+    exactly = ready.coefficient.numpy().astype(np.int64) @ features.astype(np.int64)
+    assert np.array_equal(whole, exactly.astype(np.float64) * ready.unit)
+    means, n = Means(ready), 2 * pairs
+    rows = means.features(tokens)
+    for j in range(n):
+        assert np.array_equal(means.of(j), whole[j])
+        rows[j] = features[j]
+    for j in range(n, 2 * n, 2):  # both means of a pair are asked for before either feature is known
+        assert np.array_equal(np.stack([means.of(j), means.of(j + 1)]), whole[j : j + 2])
+        rows[j : j + 2] = features[j : j + 2]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(["bf16", "fp16"]), st.integers(0, 2**32 - 1), st.integers(1, 2), st.integers(1, 5), st.integers(0, 5), st.integers(1, 6)
+)  # fmt: skip
+def test_any_joint_model_round_trips_any_truth(
+    name: str, seed: int, heads: int, half: int, turned: int, tokens: int
+) -> None:
+    """Guesses, truths, angles and models that have nothing to do with one another."""
+    rng, fmt, dim = np.random.default_rng(seed), FORMATS[name], 2 * half
+    rope_dim = 2 * min(turned, half)
+    joint = any_joint(rng, heads * half)
+    loop = ClosedLoop([joint], rope_dim, CellModel(gaussian_table(), fmt), fmt)
+    shape = (heads, tokens, dim)
+    guess: Any = tuple(
+        torch.from_numpy((rng.standard_normal(shape) * 2.0 ** rng.uniform(-8, 8)).astype(np.float32)) for _ in range(2)
+    )
+    angle = torch.from_numpy(rng.uniform(0, 7, (tokens, rope_dim // 2)).astype(np.float32))
+    near = [fmt.patterns(samples.cast(g, fmt)) ^ rng.integers(0, 40, shape) for g in guess]
+    truth: Any = tuple(fmt.tensor(np.where(rng.random(shape) < 0.3, rng.integers(0, 1 << 16, shape), x)) for x in near)
+    turn = torch.cos(angle), torch.sin(angle)
+    coded = loop.encode(0, truth, guess, turn, False)
+    decoded = loop.decode(0, coded.streams, guess, turn)
+    assert samples.same_bits([decoded.values], [truth])
+    for told in (decoded.next, loop.next(0, truth, guess, turn)):
+        assert all(torch.equal(a, b) for a, b in zip(told.attend, coded.next.attend, strict=True))
+        assert told.correction is not None and coded.next.correction is not None
+        assert torch.equal(told.correction, coded.next.correction)
+    assert all(torch.isfinite(a).all() for a in coded.next.attend) and torch.isfinite(coded.next.correction).all()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.binary(max_size=600), st.integers(0, 2**32 - 1))
+def test_any_stream_decodes_to_something_or_is_refused(stream: bytes, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    loop = ClosedLoop([any_joint(rng, 4)], 8, CellModel(gaussian_table(), BF16), BF16)
+    guess: Any = tuple(torch.from_numpy(rng.standard_normal((1, 5, 8)).astype(np.float32)) for _ in range(2))
+    turn = torch.ones(5, 4), torch.zeros(5, 4)
+    cut = len(stream) // 2 // 4 * 4
+    try:
+        decoded = loop.decode(0, (stream[:cut], stream[cut:]), guess, turn)
+    except errors.CorruptBlob:
+        return
+    assert decoded.values[0].shape == (1, 5, 8)
+
+
+def test_an_outlier_steers_nothing_and_a_large_residual_is_clamped() -> None:
+    rng = np.random.default_rng(0)
+    joint = replace(any_joint(rng, 3), step=np.full(12, -8))
+    loop = ClosedLoop([joint], 6, CellModel(gaussian_table(), BF16), BF16)
+    guess = torch.zeros(1, 1, 6), torch.zeros(1, 1, 6)
+    turn = torch.ones(1, 3), torch.zeros(1, 3)
+    reach = 2.0**-8 * FEATURE_MAX
+
+    def features(value: float) -> Any:
+        truth = torch.zeros(1, 1, 6, dtype=torch.bfloat16), torch.full((1, 1, 6), value, dtype=torch.bfloat16)
+        _, found = loop._known(loop._layers[0], Geometry(guess, turn, 6), truth)
+        return found[:6]
+
+    assert (features(0.5) == 128).all() and (features(reach * 2) == FEATURE_MAX).all()
+    assert (features(-reach * 63) == -FEATURE_MAX).all()
+    for value in (reach * 66, -3e38, math.inf, math.nan):
+        assert (features(value) == 0).all()
+
+
+def test_absurd_sizes_are_refused() -> None:
+    joint = any_joint(np.random.default_rng(0), 2)
+    joint.check()
+    replace(joint, step=np.broadcast_to(np.int64(0), (1 << 24,))).check()
+    with pytest.raises(errors.InexactBackend, match="joint model"):
+        replace(joint, step=np.broadcast_to(np.int64(0), ((1 << 24) + 1,))).check()
+
+
+# ---------------------------------------------------------------- laws and fits against references
+def rotation(angle: float) -> Any:
+    return np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1))
+def test_pair_law_is_a_rotated_gaussian(seed: int) -> None:
+    rng, tokens, pairs = np.random.default_rng(seed), 6, 3
+    joint = replace(any_joint(rng, pairs), sigma=rng.uniform(0.1, 3, 4 * pairs).astype(np.float32))
+    angle = rng.uniform(0, 2 * math.pi, (tokens, pairs))
+    zeros = torch.zeros(1, tokens, 2 * pairs)
+    geometry = Geometry((zeros, zeros), (torch.from_numpy(np.cos(angle)), torch.from_numpy(np.sin(angle))), 2 * pairs)
+    a, b, seen = (rng.standard_normal((pairs, tokens)) for _ in range(3))
+    law = PairLaw(ready_of(joint), geometry, a, b)
+    second = law.second(seen)
+    for p in range(pairs):
+        n = 2 * pairs + 2 * p
+        w, va, vi = float(joint.inside[p]), float(joint.sigma[n]) ** 2, float(joint.sigma[n + 1]) ** 2
+        covariance = np.array([[va, w * va], [w * va, w * w * va + vi]])
+        for t in range(tokens):
+            turn = rotation(angle[t, p])
+            mean, turned = turn @ [a[p, t], b[p, t] + w * a[p, t]], turn @ covariance @ turn.T
+            slope = turned[1, 0] / turned[0, 0]
+            want = (
+                mean[0],
+                turned[0, 0] ** 0.5,
+                mean[1] + slope * (seen[p, t] - mean[0]),
+                (turned[1, 1] - slope * turned[0, 1]) ** 0.5,
+            )
+            got = (law.mean_first[p, t], law.sigma_first[p, t], second[p, t], law.sigma_second[p, t])
+            assert np.allclose(got, want, rtol=1e-7, atol=1e-9)  # fmt: skip
+
+
+def test_unrotating_undoes_the_predictors_rotation() -> None:
+    from codec.predictor.rope import rotate
+
+    rng = np.random.default_rng(1)
+    x = torch.from_numpy(rng.standard_normal((2, 5, 10))).float()
+    angle = torch.from_numpy(rng.uniform(0, 7, (5, 3))).float()
+    turn = torch.cos(angle), torch.sin(angle)
+    geometry = Geometry((x, x), turn, 6)
+    back = geometry.unrotate(geometry.channels(rotate(x, *turn).double().numpy()))
+    plain = geometry.channels(x.double().numpy())
+    assert np.allclose(back[0::2], plain[geometry.first_rows], atol=1e-5)
+    assert np.allclose(back[1::2], plain[geometry.second_rows], atol=1e-5)
+    assert sorted(geometry.k_order.tolist()) == list(range(20))
+    assert np.array_equal(geometry.tensor(geometry.channels(x.numpy())), x.numpy())
+
+
+def test_fit_recovers_a_regression() -> None:
+    from codec.joint_fit import LayerMoments, fit
+
+    rng, n, hidden, tokens = np.random.default_rng(5), 12, 7, 200_000
+    coefficient = np.tril(rng.uniform(-0.6, 0.6, (n, n)), -1)
+    sigma, gain = 2.0 ** rng.uniform(-6, 1, n), rng.uniform(-1, 1, (hidden, n))
+    scale = np.diag(sigma)
+    coefficient = scale @ coefficient @ np.linalg.inv(scale)  # channels of very different size
+    f = np.linalg.solve(np.eye(n) - coefficient, sigma[:, None] * rng.standard_normal((n, tokens)))
+    noise = 0.1 * rng.standard_normal((tokens, hidden))
+    half, moments = tokens // 3, []
+    for piece in (slice(0, half), slice(half, tokens)):
+        error = f[:, piece].T @ gain.T + noise[piece]
+        moments.append(LayerMoments(f[:, piece] @ f[:, piece].T, f[:, piece] @ error, error.shape[0]))
+    moments[0].add(moments[1])
+    joint = fit(moments[0])
+    got = joint.coefficient * 2.0 ** joint.unit[:, None].astype(float) / 2.0 ** joint.step[None].astype(float)
+    first = np.arange(n // 2, n, 2)
+    assert (joint.coefficient[first + 1, first] == 0).all() and not np.triu(joint.coefficient).any()
+    got[first + 1, first] = joint.inside
+    relative = np.linalg.inv(scale) @ (got - coefficient) @ scale
+    assert np.abs(relative).max() < 0.05
+    assert np.allclose(joint.sigma, sigma, rtol=0.03)
+    own = joint.gain * 2.0 ** joint.gain_unit[:, None].astype(float) / 2.0 ** joint.step[None].astype(float)
+    assert np.abs((own - gain) @ scale).max() < 0.03
+    spread = f.std(1)
+    assert (spread / 2.0**joint.step > 256).all() and (spread / 2.0**joint.step <= 1024 * 1.01).all()
+
+
+def test_fit_of_nothing_and_of_constants() -> None:
+    from codec.joint_fit import LayerMoments, fit
+
+    with pytest.raises(errors.UserError, match="no token"):
+        fit(LayerMoments(np.zeros((8, 8)), np.zeros((8, 3)), 0))
+    still = fit(LayerMoments(np.zeros((8, 8)), np.zeros((8, 3)), 5))
+    assert (still.sigma > 0).all() and not still.coefficient.any() and not still.gain.any()
+
+
+def test_calibration_shared_among_processes_gives_the_same_profile() -> None:
+    from codec.calibrate import ClosedCalibration, freeze_closed, merge
+    from codec.joint_fit import fit
+
+    w = world()
+    parts = w.samples("bf16")
+    workers = [ClosedCalibration(w.predictor, "bf16", some) for some in (parts[:5], parts[5:])]
+    layers = []
+    for layer in range(w.predictor.config.layers):
+        layers.append(fit(merge([m for worker in workers for m in worker.moments(layer)])))
+        for worker in workers:
+            if layer < w.predictor.config.layers - 1:
+                worker.advance(layer, layers[-1])
+    tokens = sum(len(s.token_ids) for s in parts)
+    shared = freeze_closed(w.predictor, samples.TARGET, "bf16", layers, tokens, prefill_tokens=64)
+    assert shared.to_bytes() == w.profile("closed").to_bytes()
+
+
+def test_tokens_that_do_not_count_only_lead_up() -> None:
+    from codec.calibrate import ClosedCalibration
+
+    w = world()
+    sample = w.samples("bf16")[0]
+    some = np.arange(100) % 3 == 0
+    whole = ClosedCalibration(w.predictor, "bf16", [sample]).moments(0)[0]
+    apart = [ClosedCalibration(w.predictor, "bf16", [replace(sample, counted=m)]).moments(0)[0] for m in (some, ~some)]
+    assert [m.tokens for m in apart] == [34, 66] and whole.tokens == 100
+    apart[0].add(apart[1])
+    assert np.allclose(apart[0].gram, whole.gram) and np.allclose(apart[0].cross, whole.cross)
+
+
+def test_calibration_survives_values_that_are_not_finite() -> None:
+    from codec.calibrate import calibrate_closed
+
+    w = world()
+    parts = w.samples("bf16")[:4]
+    clean = calibrate_closed(w.predictor, samples.TARGET, "bf16", parts, prefill_tokens=64)
+    spoiled = [replace(parts[0], truth=[(k.clone(), v.clone()) for k, v in parts[0].truth]), *parts[1:]]
+    spoiled[0].truth[0][0][0, 3, 2], spoiled[0].truth[1][1][1, 5, 0] = math.nan, math.inf
+    profile = calibrate_closed(w.predictor, samples.TARGET, "bf16", spoiled, prefill_tokens=64)
+    assert codec.Profile.from_bytes(profile.to_bytes()).id == profile.id != clean.id
+    ids, values = prompt()
+    sizes = [len(c[0].blob) for c in (check_round_trip(w, p, ids, values, 100) for p in (clean, profile))]
+    assert sizes[1] < 1.05 * sizes[0]
