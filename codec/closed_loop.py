@@ -31,9 +31,10 @@ Floats = NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 FEATURE_MAX = 1 << 14  # a feature is clamped to this many steps, about 16 sigma
-_REACH = 64 * FEATURE_MAX  # a residual of more steps is an outlier that must not steer anything
+_REACH = 4 * FEATURE_MAX  # a residual of more steps is an outlier that must not steer anything
 COEFFICIENT_MAX = 1 << 15
 _BLOCK = 32  # channels whose means the decoder updates one by one; those beyond are updated block by block
+_CORRECTION_MAX = 2.0**20  # in units of the state's RMS, which is below 2**100: the sum stays finite
 _LEAST = 2.0**-40  # no variance of a pair falls below this part of itself
 
 
@@ -74,7 +75,8 @@ class _Ready:
         self.w = joint.inside.astype(np.float64)[:, None]
         self.va = variance[self.values :: 2]
         self.cab = self.w * self.va
-        self.vb = self.w * self.cab + variance[self.values + 1 :: 2]
+        self.vi = variance[self.values + 1 :: 2]
+        self.vb = self.w * self.cab + self.vi
 
 
 class ClosedLoop:
@@ -196,6 +198,7 @@ class ClosedLoop:
             geometry.tensor((g + r).astype(np.float32)) for g, r in zip((geometry.k, geometry.v), residual, strict=True)
         ]
         total = exact.product(ready.gain, torch.from_numpy(features)).numpy() * ready.gain_unit
+        total = np.clip(total, -_CORRECTION_MAX, _CORRECTION_MAX)
         correction = torch.from_numpy(np.ascontiguousarray(total.astype(np.float32).T)).to(geometry.device)
         pair = [torch.from_numpy(np.ascontiguousarray(a)).to(geometry.device) for a in attend]
         return Next((pair[0], pair[1]), correction)
@@ -262,13 +265,12 @@ class PairLaw:
         twice = (cab + cab) * cs
         v_first = va * cc + vb * ss - twice
         v_first = np.maximum(v_first, _LEAST * va)
-        v_second = va * ss + vb * cc + twice
         across = (va - vb) * cs + cab * (cc - ss)
         self.mean_first = a * c - b * s
         self._mean_second = a * s + b * c
         self._slope = across / v_first
         self.sigma_first = np.sqrt(v_first)
-        self.sigma_second = np.sqrt(np.maximum(v_second - across * self._slope, _LEAST * v_second))
+        self.sigma_second = np.sqrt(va * ready.vi[some] / v_first)  # the determinant: no difference that could cancel
 
     def second(self, first: Floats) -> Floats:
         """Mean of the second channel's residual given the first's."""

@@ -30,7 +30,7 @@ def ideal_bits(patterns: Ints, guess: Tensor, sigma: NDArray[np.float64], fmt: N
         torch.from_numpy(o > 0), (_magnitude(np.maximum(o - 1, 0), fmt) + value) / 2, torch.zeros_like(value)
     )
     sign = torch.from_numpy(np.where(patterns >> (fmt.bits - 1) == 1, -1.0, 1.0))
-    deviation = torch.from_numpy(np.ascontiguousarray(np.broadcast_to(sigma, patterns.shape)))
+    deviation = torch.from_numpy(np.array(np.broadcast_to(sigma, patterns.shape)))
     mean = guess.cpu().double()
     a, b = (below * sign - mean) / deviation, (above * sign - mean) / deviation
     low, high = torch.minimum(a, b), torch.maximum(a, b)

@@ -167,16 +167,26 @@ class Profile:
         ids = ((f.target, 32), (f.predictor, 32), (f.known_answer, 16))
         if any(len(bytes.fromhex(text)) != size for text, size in ids if text or size == 32):
             raise ProfileError("The profile's ids are malformed; it is corrupt or of another version.")
+        self._check_facts()
         table = self.tensors["table"]
         if table.shape != (2 * TABLE_REACH + 1,) or table.dtype != np.int64 or not _is_distribution(table):
             raise ProfileError("The profile's table of probabilities is malformed.")
-        for name, (shape, dtype) in self._layout().items():
+        layout = self._layout()
+        if set(self.tensors) != {"table", *layout}:
+            raise ProfileError(f"The profile's tensors are {', '.join(sorted(self.tensors))}; its loop needs others.")
+        for name, (shape, dtype) in layout.items():
             got = self.tensors[name]
             if got.shape != shape or got.dtype != dtype:
                 raise ProfileError(
                     f"The profile's tensor '{name}' is {got.dtype} {got.shape}; it must be {dtype} {shape}."
                 )
         (self._check_open if f.loop == "open" else self._check_closed)()
+
+    def _check_facts(self) -> None:
+        f = self.facts
+        sizes = (f.layers, f.hidden, f.kv_heads, f.head_dim, f.rope_dim, f.prefill_tokens, f.calibration_tokens)
+        if any(type(n) is not int or n < 1 for n in sizes) or f.rope_dim > f.head_dim or f.rope_dim % 2:
+            raise ProfileError("The profile's sizes are no positive numbers or contradict each other.")
 
     def _layout(self) -> dict[str, tuple[tuple[int, ...], type]]:
         f = self.facts
@@ -207,6 +217,10 @@ class Profile:
                 raise ProfileError(f"The profile's tensor '{name}' is out of range.")
         if float(self.tensors["sigma"].min()) < 2.0**-30:
             raise ProfileError("The profile has a standard deviation that is not positive.")
+        n = self.tensors["step"].shape[1]
+        second = np.arange(n // 2 + 1, n, 2)  # row j of the triangle ends at j (j + 1) / 2; its last is (j, j - 1)
+        if bool(self.tensors["coefficient"][:, second * (second + 1) // 2 - 1].any()):
+            raise ProfileError("The profile has a coefficient between the two channels of a pair.")
 
 
 def _is_distribution(table: NDArray[np.generic]) -> bool:

@@ -308,6 +308,19 @@ def test_a_closed_profile_comes_back_and_malformed_ones_are_refused() -> None:
         ("sigma", t["sigma"] * np.float32(2.0**70)), ("inside", np.full_like(t["inside"], np.inf)),
         ("table", t["table"][:-1]),
     )]  # fmt: skip
+    second = t["step"].shape[1] // 2 + 1
+    between = t["coefficient"].copy()
+    between[0, second * (second + 1) // 2 - 1] = 1
+    bad += [closed_profile_with(coefficient=between), closed_profile_with(more=np.zeros(3))]
+    wrong = (
+        {"layers": 4.0},
+        {"rope_dim": 11},
+        {"rope_dim": -2},
+        {"rope_dim": 40},
+        {"rope_dim": "x"},
+        {"prefill_tokens": None},
+    )
+    bad += [closed_profile_with(f) for f in wrong]
     bad += [closed_profile_with(f) for f in ({"layers": 3}, {"hidden": 47}, {"kv_heads": 1}, {"loop": "open"})]
     samples.refused_all(codec.Profile.from_bytes, bad, errors.ProfileError)
 

@@ -146,6 +146,8 @@ class Predictor:
     def _check(self) -> None:
         """Shapes, and that every reduction is exact; raises PredictorError or InexactBackend."""
         c = self.config
+        if c.exact_kv and (c.head_dim - c.rope_dim) % 2:
+            raise PredictorError(f"The closed loop takes dims in pairs; a head_dim of {c.head_dim} leaves one over.")
         widths = {"q": (c.heads * c.head_dim, c.hidden), "k": (c.kv_heads * c.head_dim, c.hidden), "v": (c.kv_heads * c.head_dim, c.hidden),
                   "o": (c.hidden, c.heads * c.head_dim), "gate": (c.intermediate, c.hidden), "up": (c.intermediate, c.hidden),
                   "down": (c.hidden, c.intermediate)}  # fmt: skip
@@ -191,6 +193,9 @@ class Predictor:
 
     def _check_values(self) -> None:
         starts: list[int] = self._stored["rope.starts"].tolist()
+        for name, tensor in self._stored.items():  # limbs of what is beyond would not fit int8
+            if tensor.dtype == torch.int16 and int(tensor.to(torch.int32).abs().max()) > exact.ROW_MAX:
+                raise PredictorError(f"The predictor's tensor '{name}' is out of range; the file is corrupt.")
         if (
             not starts
             or starts[0] != 0
