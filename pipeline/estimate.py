@@ -10,7 +10,13 @@ from pipeline.plan import Plan
 from pipeline.work import ChunkFigures
 
 BYTES_A_SCALAR = 2
-GUESSED_RATIO = 2.3  # open loop, FP8 predictor, bf16: between the 2.1x and 2.7x measured on various models
+# By loop and predictor, bf16: what jobs/benchmark.py measured with SmolLM2-135M, rounded down.
+GUESSED_RATIO = {
+    ("closed", "fp8"): 3.5,
+    ("closed", "int8"): 3.6,
+    ("closed", "int8-a16"): 4.7,
+}
+LEAST_RATIO = 2.3  # measured for fp8 in the open loop; assumed for a rung that is not in the table
 # Tokens a second of one actor, times parameters: target, exact predictor, coder and checks together. Measured with a
 # 135M model on one core of a server CPU; for a GPU it is no more than a guess.
 GUESSED_CPU_WORK = 4.0e9
@@ -47,19 +53,27 @@ def kv_bytes_a_token(config: Mapping[str, Any]) -> int:
 
 
 def estimate(
-    plan: Plan, config: Mapping[str, Any], weight_bytes: int, known: Iterable[ChunkFigures], *, device: str, actors: int
+    plan: Plan,
+    config: Mapping[str, Any],
+    weight_bytes: int,
+    known: Iterable[ChunkFigures],
+    *,
+    rung: tuple[str, str],
+    device: str,
+    actors: int,
 ) -> Estimate:
     """Expected bytes and time of the plan's new chunks.
 
     Args:
         weight_bytes: size of the model's files, from which its parameters are guessed (two bytes each).
         known: figures of chunks of the same target and profile stored before; their ratio is used where there are any.
+        rung: loop and predictor.
         actors: encode actors at work.
     """
     raw = plan.new_tokens * kv_bytes_a_token(config)
     rows = list(known)
     stored = sum(row.stored_bytes for row in rows)
-    ratio = sum(row.raw_bytes for row in rows) / stored if stored else GUESSED_RATIO
+    ratio = sum(row.raw_bytes for row in rows) / stored if stored else GUESSED_RATIO.get(rung, LEAST_RATIO)
     work = GUESSED_GPU_WORK if device == "cuda" else GUESSED_CPU_WORK
     seconds = plan.new_tokens * max(1, weight_bytes // 2) / work / max(1, actors)
     return Estimate(

@@ -277,6 +277,7 @@ def _dry_run(prepared: Prepared, plan: Plan, before: Committed, pools: Pools, de
         prepared.config,
         prepared.weight_bytes,
         before.figures.values(),
+        rung=(prepared.job.loop, prepared.job.predictor_kind),
         device=device,
         actors=pools.encoders,
     )
