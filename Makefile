@@ -85,7 +85,7 @@ $(RUNTIME): requirements.txt constraints.txt | $(CREATED)
 	@$(PIP) -r requirements.txt
 	@touch $@
 
-$(DEV): requirements-dev.txt | $(RUNTIME)
+$(DEV): requirements-dev.txt constraints.txt | $(RUNTIME)
 	@echo "installing the pinned development tools into $(VENV)"
 	@$(PIP) -r requirements-dev.txt
 	@touch $@

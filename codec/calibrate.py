@@ -145,14 +145,15 @@ class ClosedCalibration:
 def calibrate_closed(
     predictor: Predictor, target: bytes, cache_format: str, samples: Sequence[Sample], *, prefill_tokens: int
 ) -> Profile:
-    """Calibrate the closed loop in one process."""
+    """Calibrate the closed loop in one process. Raises UserError without samples."""
     work = ClosedCalibration(predictor, cache_format, samples)
-    layers = []
+    layers, tokens = [], 0
     for layer in range(predictor.config.layers):
-        layers.append(fit(merge(work.moments(layer))))
+        moments = merge(work.moments(layer))
+        tokens = moments.tokens
+        layers.append(fit(moments))
         if layer < predictor.config.layers - 1:
             work.advance(layer, layers[-1])
-    tokens = sum(len(s.token_ids) for s in samples)
     return freeze_closed(predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from codec import blob as blobs
@@ -99,7 +100,7 @@ def encode(
     """Encode one chunk and take its tokens into `state` (left as it was on an error).
 
     token_ids: int64 [T], T >= 1; truth: (K, V) of every layer, [kv_heads, T, head_dim] in the profile's cache format, any bit
-    patterns; ideal: also compute the ideal code length, for reports. Raises UserError, WrongProfile, WrongPredictor.
+    patterns; ideal: also compute the ideal code length, for reports. Raises UserError, WrongTarget, WrongPredictor.
     """
     return encode_batch(predictor, profile, [EncodeTask(state, token_ids, truth, identity)], ideal=ideal)[0]
 
@@ -114,8 +115,9 @@ def decode(
 ) -> DecodedChunk:
     """Decode one chunk and take its tokens into `state` (left as it was on an error).
 
-    Raises a subclass of BlobError when the blob is damaged or is not the one that `identity`, predictor and profile ask for, and
-    LayerMismatch, naming the layer, when what was decoded differs from what was stored. Nothing unchecked is returned.
+    Raises a subclass of BlobError when the blob is damaged or is not the one that `identity`, predictor and profile ask for;
+    among them LayerMismatch, naming the layer, when what was decoded differs from what was stored. UserError for token ids
+    that the model does not have, or too many of them. Nothing unchecked is returned.
     """
     return decode_batch(predictor, profile, [DecodeTask(state, token_ids, blob, identity)])[0]
 
@@ -292,8 +294,6 @@ def _check_blob(predictor: Predictor, profile: Profile, task: DecodeTask) -> blo
 
 def guess_digest(predictor: Predictor, token_ids: Tensor, chunk_tokens: int) -> bytes:
     """xxh3-128 over the guesses of all layers for a prompt, taken in chunks: what must be equal on every machine."""
-    import xxhash
-
     digests = [xxhash.xxh3_128() for _ in range(predictor.config.layers * 2)]
     state = predictor.new_state()
     for begin in range(0, len(token_ids), chunk_tokens):

@@ -43,9 +43,8 @@ class JointLayer:
     """One layer's joint model, as stored in a profile."""
 
     step: Ints  # [N]: a feature's step is 2**step
-    coefficient: NDArray[
-        np.int16
-    ]  # [N, N], strictly lower triangular; row j in units of 2**unit[j] a step; 0 between the two of a pair
+    # [N, N], strictly lower triangular; row j in units of 2**unit[j] a step; 0 between the two of a pair
+    coefficient: NDArray[np.int16]
     unit: Ints  # [N]
     sigma: NDArray[np.float32]  # [N]: of the innovation of each channel
     inside: NDArray[np.float32]  # [P]: regression of b on a
@@ -141,8 +140,8 @@ class ClosedLoop:
         """See LoopCodec. V channel by channel, then K pair by pair."""
         ready, fmt = self._layers[layer], self._fmt
         geometry = Geometry(guess, turn, self._rope_dim)
-        means = Means(ready)
-        features = means.features(geometry.tokens)
+        means = Means(ready, geometry.tokens)
+        features = means.features
         patterns = [np.empty(geometry.k.shape, np.int64), np.empty(geometry.v.shape, np.int64)]
         residual = [np.empty_like(geometry.k), np.empty_like(geometry.v)]
         coder = Decoder(streams[1])
@@ -176,7 +175,7 @@ class ClosedLoop:
             if half == 0:
                 mean, sigma = law.second(residual[row : row + 1]), law.sigma_second
         turned = geometry.unrotate_pair(residual[rows[0]], residual[rows[1]], p)
-        means.values[j : j + 2] = self._features(ready, turned, slice(j, j + 2))
+        means.features[j : j + 2] = self._features(ready, turned, slice(j, j + 2))
 
     def _real(self, patterns: Ints) -> Floats:
         values: Floats = self._fmt.tensor(patterns).to(torch.float64).numpy()
@@ -281,28 +280,22 @@ class PairLaw:
 class Means:
     """The decoder's means: features come one by one, sums of whole blocks are done at once."""
 
-    def __init__(self, ready: _Ready) -> None:
+    def __init__(self, ready: _Ready, tokens: int) -> None:
+        """`features`: rows [N, T], to be filled in order by whoever decodes."""
         self._ready = ready
-        self.values = np.zeros((0, 0))
-        self._done = 0
-
-    def features(self, tokens: int) -> Floats:
-        """The feature rows [N, T], to be filled in order."""
-        n = len(self._ready.step)
-        self.values = np.zeros((n, tokens))
-        self._sum = np.zeros((n, tokens))
-        return self.values
+        self.features = np.zeros((len(ready.step), tokens))
+        self._sum = np.zeros_like(self.features)
+        self._done = 0  # rows whose part in all later means is in _sum
 
     def of(self, j: int) -> Floats:
         """Mean of channel j's residual given the features of the channels before it: [T]."""
         ready = self._ready
         while j >= self._done + _BLOCK:
             begin, end = self._done, self._done + _BLOCK
-            block = torch.from_numpy(self.values[begin:end])
+            block = torch.from_numpy(self.features[begin:end])
             self._sum[end:] += exact.product(ready.coefficient[end:, begin:end], block).numpy()
             self._done = end
-        near = exact.product(
-            ready.coefficient[j : j + 1, self._done : j], torch.from_numpy(self.values[self._done : j])
-        ).numpy()
+        fresh = slice(self._done, j)
+        near = exact.product(ready.coefficient[j : j + 1, fresh], torch.from_numpy(self.features[fresh])).numpy()
         mean: Floats = (self._sum[j] + near[0]) * ready.unit[j]
         return mean

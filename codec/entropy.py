@@ -122,9 +122,8 @@ def encode_groups(patterns: Ints, where: Placement, model: CellModel, fmt: Numbe
     coder, rows = Encoder(), max(1, SLICE // patterns.shape[1])
     escapes = 0
     for begin in range(0, len(patterns), rows):
-        part = slice(begin, begin + rows)
-        some = Placement(where.mean[part], where.start[part], where.grid[part], where.reciprocal[part])
-        escapes += _encode_part(coder, patterns[part].reshape(-1), some.flat(), patterns.shape[1], model, fmt)
+        part = patterns[begin : begin + rows].reshape(-1)
+        escapes += _encode_part(coder, part, where.slice(begin, begin + rows).flat(), patterns.shape[1], model, fmt)
     return coder.finish(), escapes
 
 
@@ -140,7 +139,7 @@ def _encode_part(
     n, codable = cells.cell_of(patterns, where.grid, fmt)
     symbol = n - where.start
     inside = codable & (symbol >= 0) & (symbol < WINDOW)
-    kept = _pick(where, inside)
+    kept = where.rows(inside)
     n, kept_symbol, ordinal = n[inside], symbol[inside], patterns[inside] & ((1 << (fmt.bits - 1)) - 1)
     bits = cells.raw_bits(n, fmt)
     coarse, zero = bits > 0, (n == 0) | (n == -1)
@@ -208,7 +207,7 @@ def _decode_zero_cell(coder: Decoder, n: Ints, grid: Ints, fmt: NumberFormat) ->
 def _decode_part_reference(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
     block = coder.categorical(model.block_frequencies(where))
     inside = block < BLOCKS
-    kept, block = _pick(where, inside), block[inside]
+    kept, block = where.rows(inside), block[inside]
     n = kept.start + block * BLOCK + coder.categorical(model.cell_frequencies(kept, block))
     bits = cells.raw_bits(n, fmt)
     coarse = bits > 0
@@ -222,7 +221,3 @@ def _decode_part_reference(coder: Decoder, where: Placement, model: CellModel, f
     escaped = int(len(inside) - np.count_nonzero(inside))
     out[~inside] = coder.uniform(np.full(escaped, 1 << fmt.bits))
     return out
-
-
-def _pick(where: Placement, mask: NDArray[np.bool_]) -> Placement:
-    return Placement(where.mean[mask], where.start[mask], where.grid[mask], where.reciprocal[mask])

@@ -2,8 +2,8 @@
 
 Two kinds of operation, and no other, stand between a prompt and the integers a coder sees:
 
-* `product`, the only reduction over values: operands are integers (or dyadic fractions on one grid) held in float64, and
-  every partial sum stays below 2**53, so that any order of addition gives the same result;
+* reductions over integers, `product`, `product_int8` and `row_sum` alone: their operands are integers (or dyadic fractions on
+  one grid), and every partial sum is exact in the type that adds them, so that any order of addition gives the same result;
 * elementwise operations, each one correctly rounded IEEE operation: add, sub, mul, div by a tensor, sqrt, floor, round,
   compare, where, and casts.
 
@@ -30,7 +30,7 @@ PROBABILITY_BITS = 21  # attention weights, as integers
 _INV_448 = 1.0 / 448.0
 _INV_127 = 1.0 / 127.0
 _FLOAT32_TERMS = 1024  # int8 products whose sum stays below 2**24
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 # Minimax polynomial of 2**f on [0, 1) with p(0) = 1, degree 5 (our own fit by Lawson's iteration, relative error 8.3e-8).
 _EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
 # pi/2 in two parts; the first has 33 bits, so that n * _PIO2_HI is exact for n < 2**20 (Cody and Waite).
@@ -42,7 +42,7 @@ _COS = tuple((-1.0) ** i / math.factorial(2 * i) for i in range(9))
 
 
 def bound(name: str, *bits: float) -> None:
-    """Assert that a reduction is exact: `bits` are the base-2 logarithms of its operands' bounds and of its length.
+    """Check that a reduction is exact: `bits` are the base-2 logarithms of its operands' bounds and of its length.
 
     Raises InexactBackend with the name of the reduction otherwise.
     """
@@ -162,7 +162,7 @@ def exp2_fraction(t: Tensor) -> tuple[Tensor, Tensor]:
 
 def exp_negative(x: Tensor) -> Tensor:
     """exp(x) for float32 x <= 0, to about 3e-7 relative; 2**-126 for anything smaller."""
-    p, n = exp2_fraction((x * _LOG2E).clamp_min(-126.0))
+    p, n = exp2_fraction((x * LOG2E).clamp_min(-126.0))
     return p * pow2(n)
 
 

@@ -18,8 +18,8 @@ _LEAST = 2.0**-40  # as the reference: a scalar never counts for more than 40 bi
 def ideal_bits(patterns: Ints, guess: Tensor, sigma: NDArray[np.float64], fmt: NumberFormat) -> float:
     """Sum of -log2 of a Gaussian's mass over each value's exact bin.
 
-    patterns [kv_heads, tokens, head_dim]; guess float32 of that shape; sigma broadcastable to it. NaNs and infinities count
-    for an escape of 32 bits.
+    patterns of any shape; guess, float32 or float64, of that shape; sigma broadcastable to it. NaNs and infinities count for
+    an escape of 32 bits.
     """
     ordinal = patterns & ((1 << (fmt.bits - 1)) - 1)
     finite = ordinal < fmt.first_nonfinite

@@ -20,6 +20,7 @@ RIDGE = 1e-3  # of the mean variance, added to what the correction is regressed 
 RIDGE_JOINT = 1e-5
 STEPS_PER_SIGMA = 10  # a feature's step is sigma * 2**-STEPS_PER_SIGMA, rounded up to a power of two
 _LEAST_SIGMA = 1e-5
+_NOTHING = "Calibration saw no token; give it a corpus with at least one prompt."
 
 
 @dataclass
@@ -38,11 +39,15 @@ class LayerMoments:
 
 
 def merge(moments: Iterable[LayerMoments]) -> LayerMoments:
-    """The sum of moments, added in the order given: keep it fixed, so that a repeated calibration gives the same profile."""
-    parts = iter(moments)
-    first = next(parts)
-    total = LayerMoments(first.gram.copy(), first.cross.copy(), first.tokens)
-    for part in parts:
+    """The sum of moments, added in the order given: keep it fixed, so that a repeated calibration gives the same profile.
+
+    Raises UserError where there are none.
+    """
+    parts = list(moments)
+    if not parts:
+        raise UserError(_NOTHING)
+    total = LayerMoments(parts[0].gram.copy(), parts[0].cross.copy(), parts[0].tokens)
+    for part in parts[1:]:
         total.add(part)
     return total
 
@@ -50,7 +55,7 @@ def merge(moments: Iterable[LayerMoments]) -> LayerMoments:
 def fit(moments: LayerMoments) -> JointLayer:
     """Freeze a layer. Raises UserError when there was nothing to calibrate on."""
     if moments.tokens < 1:
-        raise UserError("Calibration saw no token; give it a corpus with at least one prompt.")
+        raise UserError(_NOTHING)
     n = len(moments.gram)
     gram = moments.gram / moments.tokens
     power = float(np.mean(np.diag(gram))) + 1e-30

@@ -38,13 +38,16 @@ _FAR = 1 << 20  # distances are clipped here: far beyond the table's reach, and 
 
 @dataclass(frozen=True)
 class ChannelScales:
-    """Scales of one tensor (K or V of a layer): int64 [kv_heads, 1, head_dim] each."""
+    """Scales of some channels: int64, of one shape that broadcasts to the means they are used with.
+
+    Open loop: [kv_heads, 1, head_dim], for means [kv_heads, tokens, head_dim]; closed loop: [channels, 1 or tokens].
+    """
 
     grid: Ints
     reciprocal: Ints
 
     def sigma(self) -> NDArray[np.float64]:  # exact: for reports only
-        """The standard deviation these integers stand for, [kv_heads, 1, head_dim]; for reports, not for coding."""
+        """The standard deviation these integers stand for, in their shape; for reports, not for coding."""
         return np.ldexp(1.0 / self.reciprocal.astype(np.float64), self.grid + RECIPROCAL_BITS)
 
 
@@ -67,7 +70,7 @@ def gaussian_table() -> Ints:  # exact: runs once, at calibration; then it is da
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor's scalars are expected: flat int64 arrays of one length, in the order [kv_head, token, dim]."""
+    """Where scalars are expected: int64 arrays of one shape. Coded are flat ones, in the order of the bitstream."""
 
     mean: Ints  # position of the guess, units of w * 2**-FRACTION
     start: Ints  # first cell of the window
@@ -75,12 +78,12 @@ class Placement:
     reciprocal: Ints
 
     def slice(self, begin: int, end: int) -> Placement:
-        """Scalars begin .. end - 1."""
+        """Scalars (or rows) begin .. end - 1."""
         return Placement(self.mean[begin:end], self.start[begin:end], self.grid[begin:end], self.reciprocal[begin:end])
 
-    def rows(self, order: Ints) -> Placement:
-        """For two-dimensional arrays: these rows."""
-        return Placement(self.mean[order], self.start[order], self.grid[order], self.reciprocal[order])
+    def rows(self, which: Ints | NDArray[np.bool_]) -> Placement:
+        """These scalars (or rows), by index or by mask."""
+        return Placement(self.mean[which], self.start[which], self.grid[which], self.reciprocal[which])
 
     def flat(self) -> Placement:
         """As one row of scalars."""

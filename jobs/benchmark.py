@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from codec.errors import KVCodecError, UserError
 from jobs.bench import rate
+from jobs.exits import exit_status
 from pipeline.report import say, show_rows
 
 COMMANDS = {"rate": rate}  # name on the command line -> module, as described in jobs/bench/__init__.py
@@ -35,32 +34,23 @@ def parser() -> argparse.ArgumentParser:
         plain = argparse.RawDescriptionHelpFormatter
         sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=plain)
         module.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print one JSON object on the last line instead of a table")
+        sub.add_argument(
+            "--json", action="store_true", help="print one JSON object on the last line instead of a table"
+        )
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one benchmark, print its figures, and turn errors into one sentence and an exit status."""
+    """Parse the command line, run one benchmark, and turn errors into one sentence and an exit status."""
     given = parser().parse_args(arguments)
-    module = COMMANDS[given.command]
-    notes = Console(stderr=True)
-    try:
-        result = module.run(given, lambda text: say(notes, text))
-    except KVCodecError as error:
-        if given.debug:
-            traceback.print_exc()
-        say(notes, f"error: {error}")
-        return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        say(notes, "error: interrupted")
-        return 130
-    except Exception as error:
-        if given.debug:
-            traceback.print_exc()
-        text = " ".join(str(error).split())[:500] or type(error).__name__
-        say(notes, f"error: unexpected {type(error).__name__}: {text} (run again with --debug for the traceback)")
-        return 1
+    return exit_status(lambda: measure(given), debug=given.debug)
+
+
+def measure(given: argparse.Namespace) -> int:
+    """Run the benchmark that was asked for and print its figures."""
+    module, notes = COMMANDS[given.command], Console(stderr=True)
+    result = module.run(given, lambda text: say(notes, text))
     if given.json:
         print(json.dumps(result))
     else:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from codec.errors import KVCodecError, UserError
+from jobs.exits import exit_status
 from pipeline.options import CACHE_FORMATS, DEVICES, LOOPS, PREDICTORS, Options
 
 
@@ -33,7 +32,12 @@ def parser() -> argparse.ArgumentParser:
     add("--corpus", required=True, metavar="URI", help="JSONL (.gz) or Parquet: a file, folder or glob, local or s3://")
     add("--store", required=True, metavar="URI", help="a folder or s3://bucket/prefix; made if it is not there")
     add("--predictor", default=Options.predictor, choices=PREDICTORS, help="rung of the ladder (default: %(default)s)")
-    add("--loop", default=Options.loop, choices=LOOPS, help="whether the predictor sees decoded values (default: %(default)s)")
+    add(
+        "--loop",
+        default=Options.loop,
+        choices=LOOPS,
+        help="whether the predictor sees decoded values (default: %(default)s)",
+    )
     add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
     add("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk and a prefill step (default: 256)")
     add("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: some of the corpus)")
@@ -56,27 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the job, and turn errors into one sentence and an exit status."""
     given = vars(parser().parse_args(arguments))
     debug = given.pop("debug")
-    errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    try:
-        options = Options(**given)
-        options.check()  # before the imports below, which take seconds
-        from pipeline.run import Consoles, run
+    stopped = "interrupted; what is stored is complete, run the job again to go on"
+    return exit_status(lambda: compress(Options(**given)), debug=debug, interrupted=stopped)
 
-        return run(options, Consoles(notes=Console(stderr=True), result=Console()))
-    except KVCodecError as error:
-        if debug:
-            traceback.print_exc()
-        errors.print(f"error: {error}")
-        return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        errors.print("error: interrupted; what is stored is complete, run the job again to go on")
-        return 130
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        text = " ".join(str(error).split())[:500] or type(error).__name__
-        errors.print(f"error: unexpected {type(error).__name__}: {text} (run again with --debug for the traceback)")
-        return 1
+
+def compress(options: Options) -> int:
+    """Check the options and run the job."""
+    options.check()  # before the import below, which takes seconds
+    from pipeline.run import Consoles, run
+
+    return run(options, Consoles(notes=Console(stderr=True), result=Console()))
 
 
 if __name__ == "__main__":

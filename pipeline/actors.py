@@ -9,12 +9,14 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 import codec
+from codec.formats import number_format
 from pipeline import index
 from pipeline.calibration import load_checked_target
 from pipeline.committed import read_checksums
@@ -23,8 +25,6 @@ from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, load_predictor, load_profile
-
-BYTES_A_SCALAR = 2  # of bf16 and fp16
 
 
 class EncodeActor:
@@ -35,6 +35,7 @@ class EncodeActor:
         self._device = device
         self._reporter = reporter
         self._reader = PromptReader(job.store)
+        self._scalar_bytes = number_format(job.cache_format).item_bytes
         self._encoder: ChainEncoder | None = None
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
@@ -62,7 +63,7 @@ class EncodeActor:
         part = index.write_part(self._job.store, rows) if rows else ""
         return GroupResult(
             group.prompts,
-            [_figures(chunk) for chunk in done.values() if chunk.key in group.todo],
+            [self._figures(chunk) for chunk in done.values() if chunk.key in group.todo],
             part,
             encoder.target_tokens - tokens,
             encoder.target_seconds - seconds,
@@ -71,17 +72,36 @@ class EncodeActor:
 
     def _report(self, chunk: Stored) -> None:
         if chunk.outcome != KEPT:
-            self._reporter.add(Counts(chunk.tokens, 1, _raw_bytes(chunk), chunk.stored_bytes))
+            self._reporter.add(Counts(chunk.tokens, 1, self._raw_bytes(chunk), chunk.stored_bytes))
+
+    def _raw_bytes(self, chunk: Stored) -> int:
+        return self._scalar_bytes * (chunk.stats.scalars_k + chunk.stats.scalars_v)
+
+    def _figures(self, chunk: Stored) -> ChunkFigures:
+        stats = chunk.stats
+        return ChunkFigures(
+            key=chunk.key,
+            outcome=chunk.outcome,
+            tokens=chunk.tokens,
+            raw_bytes=self._raw_bytes(chunk),
+            stored_bytes=chunk.stored_bytes,
+            header_bytes=stats.header_bytes,
+            bytes_k=stats.bytes_k,
+            bytes_v=stats.bytes_v,
+            scalars_k=stats.scalars_k,
+            scalars_v=stats.scalars_v,
+            ideal_bits_k=stats.ideal_bits_k if chunk.has_ideal else None,
+            ideal_bits_v=stats.ideal_bits_v if chunk.has_ideal else None,
+        )
 
     def _row(self, chunk: Stored) -> dict[str, Any]:
         job = self._job
-        figures = _figures(chunk)
-        return {
-            "key": chunk.key,
+        figures = asdict(self._figures(chunk))
+        del figures["outcome"]  # what became of the chunk in this run, not what it is
+        return figures | {
             "parent_key": chunk.parent_key,
             "chunk_index": chunk.index,
             "first_token": chunk.first_token,
-            "tokens": chunk.tokens,
             "model": job.model.name,
             "target": job.target,
             "predictor": job.predictor,
@@ -90,15 +110,6 @@ class EncodeActor:
             "loop": job.loop,
             "chunk_tokens": job.chunk_tokens,
             "prefill_tokens": job.chunk_tokens,
-            "raw_bytes": figures.raw_bytes,
-            "stored_bytes": figures.stored_bytes,
-            "header_bytes": figures.header_bytes,
-            "bytes_k": figures.bytes_k,
-            "bytes_v": figures.bytes_v,
-            "scalars_k": figures.scalars_k,
-            "scalars_v": figures.scalars_v,
-            "ideal_bits_k": figures.ideal_bits_k,
-            "ideal_bits_v": figures.ideal_bits_v,
             "escapes": chunk.stats.escapes,
             "layer_checksums": chunk.layer_checksums,
             "parent_digest": chunk.parent_digest,
@@ -171,28 +182,6 @@ def _load(job: Job, device: Device) -> tuple[codec.Predictor, codec.Profile]:
     profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
     codec.check_known_answer(predictor, profile)
     return predictor, profile
-
-
-def _raw_bytes(chunk: Stored) -> int:
-    return BYTES_A_SCALAR * (chunk.stats.scalars_k + chunk.stats.scalars_v)
-
-
-def _figures(chunk: Stored) -> ChunkFigures:
-    stats = chunk.stats
-    return ChunkFigures(
-        key=chunk.key,
-        outcome=chunk.outcome,
-        tokens=chunk.tokens,
-        raw_bytes=_raw_bytes(chunk),
-        stored_bytes=chunk.stored_bytes,
-        header_bytes=stats.header_bytes,
-        bytes_k=stats.bytes_k,
-        bytes_v=stats.bytes_v,
-        scalars_k=stats.scalars_k,
-        scalars_v=stats.scalars_v,
-        ideal_bits_k=stats.ideal_bits_k if chunk.has_ideal else None,
-        ideal_bits_v=stats.ideal_bits_v if chunk.has_ideal else None,
-    )
 
 
 def _device_name(device: str) -> str:

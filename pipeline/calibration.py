@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import codec
+from codec.entropy import BACKEND
 from codec.errors import DataError
 from codec.profile import PROFILE_VERSION
 from pipeline.paths import predictor_path, profile_config_path, profile_path
@@ -72,6 +73,7 @@ def config_hash(job: Job) -> bytes:
         "cache_format": job.cache_format,
         "loop": job.loop,
         "codec": PROFILE_VERSION,
+        "coder": BACKEND,
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 

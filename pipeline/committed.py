@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,10 +18,7 @@ from pipeline.work import KEPT, ChunkFigures, Job
 ASK_EACH = 2000  # up to so many chunks each is asked for; above, listing the blobs takes fewer requests
 ASK_AT_ONCE = 16
 
-_FIGURES = [
-    "tokens", "raw_bytes", "stored_bytes", "header_bytes", "bytes_k", "bytes_v", "scalars_k", "scalars_v",
-    "ideal_bits_k", "ideal_bits_v",
-]  # fmt: skip
+_FIGURES = [field.name for field in fields(ChunkFigures) if field.name not in ("key", "outcome")]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from codec.errors import DataError, KVCodecError, StorageError, UserError
+from pipeline.secrets import without_secrets
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 MAX_LINE = 256 << 20  # bytes; a longer line is a bad record, and is skipped without being held
@@ -67,7 +68,7 @@ def list_corpus(uri: str, *, storage_options: Options = None) -> list[str]:
         local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
         return sorted(file if local else fs.unstrip_protocol(file) for file in files)
     except (ImportError, ValueError) as error:
-        raise UserError(f"the corpus address {uri} cannot be read ({error}); use a path or s3://") from error
+        raise UserError(f"the corpus address {uri} cannot be read ({_short(error)}); use a path or s3://") from error
     except Exception as error:
         raise _file_error(uri, error) from error
 
@@ -127,7 +128,7 @@ def _file_error(uri: str, error: Exception) -> KVCodecError:
 
 
 def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:200].rstrip(". ")
+    text = without_secrets(str(error))[:200].rstrip(". ")
     return text or type(error).__name__
 
 

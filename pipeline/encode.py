@@ -10,30 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 import codec
-from codec.errors import BlobError, DataError
-from codec.keys import ROOT_DIGEST
-from pipeline.paths import blob_path
+from codec.errors import DataError
+from pipeline.chain import Chain, Next, Tokens, decode_blob
 from pipeline.store import ObjectMissing, Store
 from pipeline.target import Target
 from pipeline.work import ADOPTED, KEPT, WRITTEN, Job
 
 KV = tuple[torch.Tensor, torch.Tensor]
-Tokens = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class Link:
-    """One chunk of the chain that cache and state hold now."""
-
-    key: bytes
-    end: int  # tokens up to and with this chunk
-    chain_digest: bytes
 
 
 @dataclass(frozen=True)
@@ -78,7 +65,7 @@ class ChainEncoder:
     def _reset(self) -> None:
         self._cache = self._target.new_cache()
         self._state = self._predictor.new_state()
-        self._chain: list[Link] = []
+        self._chain = Chain()
 
     def prompt(
         self, tokens: Tokens, keys: Sequence[bytes], todo: frozenset[bytes], lost: Mapping[bytes, bytes]
@@ -108,65 +95,57 @@ class ChainEncoder:
             raise
 
     def _rewind(self, keys: Sequence[bytes]) -> None:
-        common = 0
-        while common < min(len(keys), len(self._chain)) and self._chain[common].key == keys[common]:
-            common += 1
-        del self._chain[common:]
-        length = self._chain[-1].end if self._chain else 0
-        self._target.truncate(self._cache, length)
-        self._state.truncate(length)
+        self._chain.rewind(keys)
+        self._target.truncate(self._cache, self._chain.tokens)
+        self._state.truncate(self._chain.tokens)
 
     def _chunk(
         self, index: int, tokens: Tokens, keys: Sequence[bytes], todo: frozenset[bytes], lost: Mapping[bytes, bytes]
     ) -> Stored:
-        key = keys[index]
-        first = self._chain[-1].end if self._chain else 0
-        parent = self._chain[-1].chain_digest if self._chain else ROOT_DIGEST
-        ids = torch.from_numpy(tokens[first : first + self._job.chunk_tokens].copy())
-        identity = codec.ChunkIdentity(self._job.target, key, parent, first)
-        path = blob_path(self._job.target, self._job.profile, key)
-        blob = find_blob(self._job.store, path)
+        key, store = keys[index], self._job.store
+        following = self._chain.next(self._job, tokens, key)
+        blob = find_blob(store, following.path)
         encoded = None
         outcome = KEPT if key not in todo else ADOPTED
         if blob is None:
-            encoded = self._compute(ids, identity, path, lost.get(key))
-            if self._job.store.put_new(path, encoded.blob):
+            encoded = self._compute(following, lost.get(key))
+            if store.put_new(following.path, encoded.blob):
                 blob, outcome = encoded.blob, WRITTEN
             else:
-                blob, outcome = self._job.store.get(path), ADOPTED
+                blob, outcome = store.get(following.path), ADOPTED
         if encoded is not None and blob == encoded.blob:
             stats, checksums, digest = encoded.stats, encoded.layer_checksums, encoded.chain_digest
         else:
-            stats, checksums, digest = self._continue_from(blob, ids, identity, path)
+            stats, checksums, digest = self._continue_from(blob, following)
             encoded = None
-        self._chain.append(Link(key, first + len(ids), digest))
+        self._chain.append(following, digest)
         chunk = Stored(
             key=key,
             parent_key=keys[index - 1] if index else None,
             index=index,
-            first_token=first,
-            tokens=len(ids),
+            first_token=following.identity.first_token,
+            tokens=len(following.ids),
             outcome=outcome,
             stats=stats,
             has_ideal=encoded is not None,
             stored_bytes=len(blob),
             layer_checksums=checksums,
-            parent_digest=parent,
+            parent_digest=following.identity.parent_digest,
             chain_digest=digest,
         )
         if self._on_chunk is not None:
             self._on_chunk(chunk)
         return chunk
 
-    def _compute(
-        self, ids: torch.Tensor, identity: codec.ChunkIdentity, path: str, lost: bytes | None
-    ) -> codec.EncodedChunk:
-        truth = self._prefill(ids)
-        encoded = codec.encode(self._predictor, self._profile, self._state, ids, truth, identity, ideal=True)
+    def _compute(self, chunk: Next, lost: bytes | None) -> codec.EncodedChunk:
+        truth = self._prefill(chunk.ids)
+        encoded = codec.encode(
+            self._predictor, self._profile, self._state, chunk.ids, truth, chunk.identity, ideal=True
+        )
         if lost is not None and encoded.chain_digest != lost:
             raise DataError(
-                f"the blob {self._job.store.uri}/{path} is gone, and computed again it holds other bits than its index "
-                "row says, from which the chunks after it cannot follow; use a new store for this model"
+                f"the blob {self._job.store.uri}/{chunk.path} is gone, and computed again it holds other bits than its "
+                "index row says, from which the chunks after it cannot follow; use a new store for this model"
             )
         return encoded
 
@@ -179,12 +158,11 @@ class ChainEncoder:
         self.target_tokens += len(ids)
         return layers
 
-    def _continue_from(
-        self, blob: bytes, ids: torch.Tensor, identity: codec.ChunkIdentity, path: str
-    ) -> tuple[codec.ChunkStats, bytes, bytes]:
-        self._state.truncate(identity.first_token)  # encoding has advanced it along bits that are not the stored ones
-        decoded = decode_blob(self._job.store, path, self._predictor, self._profile, self._state, ids, blob, identity)
-        self._target.replace(self._cache, identity.first_token, decoded.layers)
+    def _continue_from(self, blob: bytes, chunk: Next) -> tuple[codec.ChunkStats, bytes, bytes]:
+        first = chunk.identity.first_token
+        self._state.truncate(first)  # encoding has advanced it along bits that are not the stored ones
+        decoded = decode_blob(self._job, self._predictor, self._profile, self._state, chunk, blob)
+        self._target.replace(self._cache, first, decoded.layers)
         return stats_of(blob, decoded), decoded.layer_checksums, decoded.chain_digest
 
 
@@ -202,23 +180,6 @@ def find_blob(store: Store, path: str) -> bytes | None:
         return store.get(path)
     except ObjectMissing:
         return None
-
-
-def decode_blob(
-    store: Store,
-    path: str,
-    predictor: codec.Predictor,
-    profile: codec.Profile,
-    state: codec.PredictorState,
-    ids: torch.Tensor,
-    blob: bytes,
-    identity: codec.ChunkIdentity,
-) -> codec.DecodedChunk:
-    """codec.decode, with the blob's path in front of what it raises."""
-    try:
-        return codec.decode(predictor, profile, state, ids, blob, identity)
-    except BlobError as error:
-        raise type(error)(f"{store.uri}/{path}: {error}") from error
 
 
 def _synchronise() -> None:

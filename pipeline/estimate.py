@@ -6,17 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from codec.formats import number_format
+from codec.predictor.config import head_dim
 from pipeline.plan import Plan
-from pipeline.work import ChunkFigures
+from pipeline.work import ChunkFigures, Job
 
-BYTES_A_SCALAR = 2
-# By loop and predictor, bf16: what jobs/benchmark.py measured with SmolLM2-135M, rounded down.
-GUESSED_RATIO = {
-    ("closed", "fp8"): 3.5,
-    ("closed", "int8"): 3.6,
-    ("closed", "int8-a16"): 4.7,
-}
-LEAST_RATIO = 2.3  # measured for fp8 in the open loop; assumed for a rung that is not in the table
+# By loop and predictor, bf16: what jobs/benchmark.py rate measured with SmolLM2-135M, rounded down.
+GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.4, ("closed", "int8"): 3.5, ("closed", "int8-a16"): 5.1}
+GUESSED_RATIO = 2.3  # of any other
 # Tokens a second of one actor, times parameters: target, exact predictor, coder and checks together. Measured with a
 # 135M model on one core of a server CPU; for a GPU it is no more than a guess.
 GUESSED_CPU_WORK = 4.0e9
@@ -44,21 +41,21 @@ class Estimate:
         return {"dry_run": True, **asdict(self)}
 
 
-def kv_bytes_a_token(config: Mapping[str, Any]) -> int:
+def kv_bytes_a_token(config: Mapping[str, Any], cache_format: str) -> int:
     """Raw K and V of one token over all layers, in bytes, from a Hugging Face config."""
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    return int(config["num_hidden_layers"]) * 2 * kv_heads * dim * BYTES_A_SCALAR
+    scalars = int(config["num_hidden_layers"]) * 2 * kv_heads * head_dim(config)
+    return scalars * number_format(cache_format).item_bytes
 
 
 def estimate(
     plan: Plan,
+    job: Job,
     config: Mapping[str, Any],
     weight_bytes: int,
     known: Iterable[ChunkFigures],
     *,
-    rung: tuple[str, str],
     device: str,
     actors: int,
 ) -> Estimate:
@@ -67,13 +64,12 @@ def estimate(
     Args:
         weight_bytes: size of the model's files, from which its parameters are guessed (two bytes each).
         known: figures of chunks of the same target and profile stored before; their ratio is used where there are any.
-        rung: loop and predictor.
         actors: encode actors at work.
     """
-    raw = plan.new_tokens * kv_bytes_a_token(config)
+    raw = plan.new_tokens * kv_bytes_a_token(config, job.cache_format)
     rows = list(known)
     stored = sum(row.stored_bytes for row in rows)
-    ratio = sum(row.raw_bytes for row in rows) / stored if stored else GUESSED_RATIO.get(rung, LEAST_RATIO)
+    ratio = sum(row.raw_bytes for row in rows) / stored if stored else _guessed_ratio(job)
     work = GUESSED_GPU_WORK if device == "cuda" else GUESSED_CPU_WORK
     seconds = plan.new_tokens * max(1, weight_bytes // 2) / work / max(1, actors)
     return Estimate(
@@ -89,3 +85,7 @@ def estimate(
         expected_seconds=seconds,
         expected_seconds_from="a guess from the model's size",
     )
+
+
+def _guessed_ratio(job: Job) -> float:
+    return GUESSED_RATIOS.get((job.loop, job.predictor_kind), GUESSED_RATIO)

@@ -38,7 +38,7 @@ INDEX_SCHEMA = pa.schema(
         _required("chunk_index", pa.int32()),
         _required("first_token", pa.int64()),  # position in the prompt
         _required("tokens", pa.int32()),
-        _required("model", pa.string()),  # as the user named it; the fingerprint is what counts
+        _required("model", pa.string()),  # its folder, file or repository; the fingerprint is what counts
         _required("target", _DIGEST),
         _required("predictor", _DIGEST),
         _required("profile", _DIGEST),

@@ -23,10 +23,12 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from codec.errors import UserError
+from codec.formats import FORMATS
 from pipeline.gguf_file import matrix_types
+from pipeline.secrets import without_secrets
 
 ACCEPTED = "a folder with config.json and *.safetensors, a *.gguf file, or a hub id like org/name"
-CACHE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CACHE_DTYPES = {name: fmt.dtype for name, fmt in FORMATS.items()}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -103,7 +105,9 @@ def _from_hub(repo: str, revision: str | None) -> ModelSource:
 
     try:
         with quiet():
-            path = snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+            path = snapshot_download(
+                repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*", "consolidated*"]
+            )
     except Exception as error:  # the hub client raises from many libraries; none of them may reach the user as a trace
         raise UserError(
             f"the model {repo!r} is no folder or file here and the hub does not give it "
@@ -297,7 +301,7 @@ def _reason(source: ModelSource, error: Exception) -> str:
 def _first_line(error: BaseException) -> str:
     """The first line of an error's message, short and without its full stop, so that it fits into a sentence."""
     lines = str(error).strip().splitlines()
-    text = lines[0].removeprefix("Got: ").rstrip(". :") if lines else ""
+    text = without_secrets(lines[0]).removeprefix("Got: ").rstrip(". :") if lines else ""
     return (text[:200] + "…" if len(text) > 200 else text) or type(error).__name__
 
 

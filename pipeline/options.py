@@ -6,11 +6,14 @@ import math
 import os
 from dataclasses import dataclass
 
+from codec import profile
 from codec.errors import UserError
+from codec.formats import FORMATS
+from codec.predictor.config import KINDS
 
-PREDICTORS = ("fp8", "int8", "int8-a16")
-LOOPS = ("open", "closed")
-CACHE_FORMATS = ("bf16", "fp16")
+PREDICTORS = KINDS
+LOOPS = profile.LOOPS
+CACHE_FORMATS = tuple(FORMATS)
 DEVICES = ("auto", "cpu", "cuda")
 MAX_CHUNK_TOKENS = 65_536
 

@@ -22,12 +22,11 @@ import pyarrow.parquet as pq
 from codec.errors import DataError
 from codec.keys import chunk_keys
 from pipeline.corpus import BadRecord, Record, read_corpus
-from pipeline.model_source import load_tokenizer, localise
+from pipeline.model_source import ModelSource, load_tokenizer, localise
 from pipeline.paths import prompts_path
 from pipeline.plan import Bad, Prompt
 from pipeline.render import BadPrompt, token_ids
 from pipeline.store import Store
-from pipeline.target import ModelSource
 
 PART_RECORDS = 64
 MAX_SHARDS = 64  # tokenise tasks a file

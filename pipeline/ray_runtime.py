@@ -158,6 +158,10 @@ def divide(
     """
     if device == "cuda":
         return _divide_gpus(cluster, actors, gpus_per_actor or 1.0, groups, verify)
+    if gpus_per_actor is not None:
+        raise UserError(
+            f"--gpus-per-actor {gpus_per_actor:g} needs GPUs, and Ray sees none; leave it out to run on CPUs"
+        )
     cpus = max(1, int(cluster.cpus) - IO_SLOTS)
     by_memory = max(1, int(cluster.memory // max(1, actor_bytes)))
     pools = 2 if verify else 1

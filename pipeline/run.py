@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from codec.errors import DataError
 from codec.keys import root_key
 from codec.predictor.config import check_family, head_dim
-from codec.predictor.rope import frequencies
+from codec.predictor.rope import frequencies, regime
 from pipeline import ray_runtime, report
 from pipeline.actors import EncodeActor, VerifyActor
 from pipeline.calibration import calibrate, choose_sample, find_profile
@@ -39,7 +39,6 @@ from pipeline.work import Device, GroupResult, Job, make_group
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
 ACTOR_BYTES = 1 << 30  # and what it needs besides
 MAX_BLOCKS = 4096  # a block a group up to here: then a group is what is tried again when a machine is lost
-REGIMES = ("dynamic", "longrope")  # RoPE scalings that depend on how long the prompt is
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def prepare(options: Options) -> Prepared:
         target=target,
         cache_format=cache_format,
         chunk_tokens=options.chunk_tokens,
-        rope_regime=rope if rope in REGIMES else "",
+        rope_regime=regime(rope),
         salt=salt,
     )
     weight_bytes = sum(file.stat().st_size for file in weight_files(model))
@@ -129,8 +128,7 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
     admitted = _admit(prepared, prepared.files, cluster, consoles)
     found = find_profile(job) if prepared.stored else None
     job = found or job
-    before = find_committed(job, _keys(admitted.prompts)) if found else Committed.none()
-    plan = make_plan(admitted.prompts, job.chunk_tokens, stored=frozenset(before.figures), lost=frozenset(before.lost))
+    before, plan = _plan(job, admitted.prompts)
     pools = _pools(prepared, cluster, device, plan)
     if options.dry_run:
         return _dry_run(prepared, plan, before, pools, device, consoles)
@@ -139,18 +137,19 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
         if found is None:
             job = _calibrate(prepared, admitted.prompts, cluster, pools, device, consoles)
             # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
-            before = find_committed(job, _keys(admitted.prompts))
-            plan = make_plan(
-                admitted.prompts, job.chunk_tokens, stored=frozenset(before.figures), lost=frozenset(before.lost)
-            )
+            before, plan = _plan(job, admitted.prompts)
         results = _compute(job, plan, before, pools, device, consoles)
     if not plan.groups:
         say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
     return _finish(prepared, job, plan, admitted, before, results, time.monotonic() - start, consoles)
 
 
-def _keys(prompts: Sequence[Prompt]) -> set[bytes]:
-    return {key for prompt in prompts for key in prompt.all_keys()}
+def _plan(job: Job, prompts: list[Prompt]) -> tuple[Committed, Plan]:
+    """What the store holds of these prompts under the job's profile, if it has one yet, and what is left to do."""
+    keys = {key for prompt in prompts for key in prompt.all_keys()}
+    before = find_committed(job, keys) if job.profile else Committed.none()
+    stored, lost = frozenset(before.figures), frozenset(before.lost)
+    return before, make_plan(prompts, job.chunk_tokens, stored=stored, lost=lost)
 
 
 # ---------------------------------------------------------------- tokenise
@@ -274,10 +273,10 @@ def _compute(
 def _dry_run(prepared: Prepared, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles) -> int:
     found = estimate(
         plan,
+        prepared.job,
         prepared.config,
         prepared.weight_bytes,
         before.figures.values(),
-        rung=(prepared.job.loop, prepared.job.predictor_kind),
         device=device,
         actors=pools.encoders,
     )

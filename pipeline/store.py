@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import random
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import fsspec
 
 from codec.errors import DataError, KVCodecError, StorageError, UserError
 from pipeline.paths import MARKER, parse_store_uri, refuse_secrets, validate_path, validate_prefix
+from pipeline.secrets import without_secrets
 
 FORMAT = 1
 
@@ -366,11 +366,7 @@ def _transient(error: BaseException) -> bool:
 def _plain(error: BaseException) -> str:
     """The error's text on one line, without credentials."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = " ".join(text.split()).rstrip(".") or type(error).__name__
-    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
-        if os.environ.get(name):
-            text = text.replace(os.environ[name], "***")
-    return re.sub(r"//[^/@\s]+@", "//", text)[:300]
+    return (without_secrets(text).rstrip(".") or type(error).__name__)[:300]
 
 
 def _link(temporary: str, final: str) -> bool:

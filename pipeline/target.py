@@ -71,19 +71,13 @@ class Target:
         [kv_heads, tokens, head_dim] in the run dtype on the layer's device. How a prompt is split into calls changes
         last bits: callers record it. Raises UserError for ids out of the vocabulary or past the context length.
         """
-        self._check_ids(token_ids, self.length(cache))
-        device = self._model.get_input_embeddings().weight.device
-        ids = token_ids.to(device).unsqueeze(0)
-        self._model(input_ids=ids, use_cache=True, **{self._cache_argument: cache})
+        self._forward(cache, token_ids)
         return self._read(cache, self.length(cache) - len(token_ids), len(token_ids))
 
     @torch.no_grad()
     def prefill_states(self, cache: Any, token_ids: Tensor) -> tuple[list[KV], list[Tensor]]:
         """As `prefill`, and the hidden state entering every layer: [tokens, hidden] in the run dtype, on the CPU."""
-        self._check_ids(token_ids, self.length(cache))
-        device = self._model.get_input_embeddings().weight.device
-        ids = token_ids.to(device).unsqueeze(0)
-        out = self._model(input_ids=ids, use_cache=True, output_hidden_states=True, **{self._cache_argument: cache})
+        out = self._forward(cache, token_ids, output_hidden_states=True)
         states = [state[0].cpu() for state in out.hidden_states[: len(cache.layers)]]
         return self._read(cache, self.length(cache) - len(token_ids), len(token_ids)), states
 
@@ -127,6 +121,12 @@ class Target:
                 device = layer.keys.device if have else self._layer_device(index)
                 key, value = (new[:, inside:].to(device).unsqueeze(0) for new in pair)
                 cache.update(key, value, index)
+
+    def _forward(self, cache: Any, token_ids: Tensor, **more: Any) -> Any:
+        self._check_ids(token_ids, self.length(cache))
+        device = self._model.get_input_embeddings().weight.device
+        ids = token_ids.to(device).unsqueeze(0)
+        return self._model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **more)
 
     def _read(self, cache: Any, first: int, tokens: int) -> list[KV]:
         out = []

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 import codec
 from codec.errors import DataError, StorageError
-from codec.keys import ROOT_DIGEST
-from pipeline.encode import Link, Tokens, decode_blob
+from pipeline.chain import Chain, Tokens, decode_blob
 from pipeline.paths import blob_path
 from pipeline.work import Job
 
@@ -33,7 +30,7 @@ class ChainVerifier:
         self._predictor = predictor
         self._profile = profile
         self._state = predictor.new_state()
-        self._chain: list[Link] = []
+        self._chain = Chain()
 
     def prompt(
         self, tokens: Tokens, keys: Sequence[bytes], wanted: frozenset[bytes], rows: Mapping[bytes, bytes]
@@ -48,22 +45,16 @@ class ChainVerifier:
         """
         findings = Findings()
         last = max((index for index, key in enumerate(keys) if key in wanted), default=-1)
-        self._rewind(keys)
+        self._chain.rewind(keys)
+        self._state.truncate(self._chain.tokens)
         for index in range(len(self._chain), last + 1):
             try:
                 self._chunk(index, tokens, keys, wanted, rows, findings)
             except (DataError, StorageError) as error:
-                self._state.truncate(self._chain[-1].end if self._chain else 0)
+                self._state.truncate(self._chain.tokens)
                 self._give_up(keys[index : last + 1], wanted, str(error), findings)
                 break
         return findings
-
-    def _rewind(self, keys: Sequence[bytes]) -> None:
-        common = 0
-        while common < min(len(keys), len(self._chain)) and self._chain[common].key == keys[common]:
-            common += 1
-        del self._chain[common:]
-        self._state.truncate(self._chain[-1].end if self._chain else 0)
 
     def _chunk(
         self,
@@ -74,22 +65,17 @@ class ChainVerifier:
         rows: Mapping[bytes, bytes],
         findings: Findings,
     ) -> None:
-        key = keys[index]
-        first = self._chain[-1].end if self._chain else 0
-        parent = self._chain[-1].chain_digest if self._chain else ROOT_DIGEST
-        ids = torch.from_numpy(tokens[first : first + self._job.chunk_tokens].copy())
-        identity = codec.ChunkIdentity(self._job.target, key, parent, first)
-        path = blob_path(self._job.target, self._job.profile, key)
-        store = self._job.store
-        decoded = decode_blob(store, path, self._predictor, self._profile, self._state, ids, store.get(path), identity)
-        self._chain.append(Link(key, first + len(ids), decoded.chain_digest))
+        key, store = keys[index], self._job.store
+        chunk = self._chain.next(self._job, tokens, key)
+        decoded = decode_blob(self._job, self._predictor, self._profile, self._state, chunk, store.get(chunk.path))
+        self._chain.append(chunk, decoded.chain_digest)
         if key not in wanted:
             return
         wrong = differing_tensor(decoded.layer_checksums, rows.get(key))
         if wrong is None:
             findings.verified.append(key)
         else:
-            findings.failed[key] = f"{store.uri}/{path}: {wrong}"
+            findings.failed[key] = f"{store.uri}/{chunk.path}: {wrong}"
 
     def _give_up(self, keys: Sequence[bytes], wanted: frozenset[bytes], message: str, findings: Findings) -> None:
         """The first chunk cannot be decoded, so neither can those that follow from it."""

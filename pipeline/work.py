@@ -12,11 +12,11 @@ from typing import Any
 
 import codec
 from codec.errors import DataError
+from pipeline.model_source import ModelSource
 from pipeline.options import Verify
 from pipeline.paths import predictor_path, profile_path
 from pipeline.plan import Prompt
 from pipeline.store import Store
-from pipeline.target import ModelSource
 
 # What became of a chunk that a group needed.
 WRITTEN = "written"  # this run computed and stored it

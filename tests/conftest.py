@@ -66,7 +66,10 @@ def write_tokenizer(folder: Path, *, chat_template: str = CHAT_TEMPLATE, vocab_s
     )
     bpe.train_from_iterator(TRAINING_TEXT, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|im_end|>",
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        bos_token="<|im_start|>",
+        pad_token="<|im_end|>",
         model_max_length=TINY_CONTEXT,
     )
     tokenizer.chat_template = chat_template
@@ -82,9 +85,17 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, dtype: str = "bfloat16", **
     from transformers import LlamaConfig, LlamaForCausalLM
 
     fields: dict[str, Any] = {
-        "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TINY_CONTEXT,
-        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": TINY_CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
         # Large enough that attention attends and K and V span several binades.
         "initializer_range": 0.12,
     }

@@ -20,7 +20,16 @@ from jobs.bench.prompts import plain_text, read_prompts
 from pipeline.target import load_tokenizer, resolve_model
 
 RATES = {"bits_per_scalar", "bits_k", "bits_v", "ratio", "ideal_bits_per_scalar", "ideal_bits_k", "ideal_bits_v"}
-SIZES = {"raw_bytes", "stored_bytes", "header_bytes", "profile_bytes", "predictor_bytes", "scalars", "escapes", "chunks"}
+SIZES = {
+    "raw_bytes",
+    "stored_bytes",
+    "header_bytes",
+    "profile_bytes",
+    "predictor_bytes",
+    "scalars",
+    "escapes",
+    "chunks",
+}
 SPEEDS = {"encode_tokens_per_s", "decode_tokens_per_s", "target_tokens_per_s"}
 KEYS = RATES | SIZES | SPEEDS | {"peak_rss_bytes", "peak_rss_decode_bytes", "verified", "settings", "machine"}
 PHRASES = ("The fox reads a file. ", "def write(path: str): return path\n", "Answer questions about the source. ")
@@ -52,7 +61,9 @@ def corpus(tmp_path: Path) -> Path:
 
 def benchmark(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     script = Path(__file__).resolve().parent.parent / "jobs" / "benchmark.py"
-    return subprocess.run([sys.executable, str(script), *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
 
 
 def settings_for(model: Path, corpus: Path, *, train: int = 1, test: int = 1) -> rate.Settings:

@@ -53,8 +53,8 @@ def test_means_one_by_one_equal_one_product(seed: int, pairs: int, tokens: int, 
     whole = exact.product(ready.coefficient, torch.from_numpy(features)).numpy() * ready.unit
     exactly = ready.coefficient.numpy().astype(np.int64) @ features.astype(np.int64)
     assert np.array_equal(whole, exactly.astype(np.float64) * ready.unit)
-    means, n = Means(ready), 2 * pairs
-    rows = means.features(tokens)
+    means, n = Means(ready, tokens), 2 * pairs
+    rows = means.features
     for j in range(n):
         assert np.array_equal(means.of(j), whole[j])
         rows[j] = features[j]

@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = 450  # lines; the aim is 400
 
 
-
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 

@@ -167,7 +167,7 @@ def test_a_part_is_named_by_what_it_holds() -> None:
         ("actors", 0, "--actors 0"),
         ("limit", -1, "--limit -1"),
         ("predictor", "int4", "--predictor 'int4'"),
-        ("loop", "closed", "--loop 'closed'"),
+        ("loop", "half", "--loop 'half'"),
         ("cache_dtype", "fp8", "--cache-dtype 'fp8'"),
         ("gpus_per_actor", 1.5, "whole number"),
         ("gpus_per_actor", 0.0, "no positive number"),

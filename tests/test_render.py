@@ -81,9 +81,7 @@ def test_without_a_template(tiny_model: Path) -> None:
     bare = AutoTokenizer.from_pretrained(tiny_model)
     bare.chat_template = None
     text = render_messages(record(messages=MESSAGES, tools=[{"a": 1}]), bare)
-    assert text == (
-        '[\n {\n  "a": 1\n }\n]\n<system>\nBe brief.\n<user>\nHello <|im_start|> you\n<assistant>\nYes?'
-    )
+    assert text == ('[\n {\n  "a": 1\n }\n]\n<system>\nBe brief.\n<user>\nHello <|im_start|> you\n<assistant>\nYes?')
     assert text == plain_text(MESSAGES, [{"a": 1}])
 
 

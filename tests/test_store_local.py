@@ -13,6 +13,7 @@ import pytest
 
 from codec.errors import StorageError, UserError
 from pipeline import store as store_module
+from pipeline.secrets import without_secrets
 from pipeline.store import Store
 from tests.store_conformance import StoreConformance
 
@@ -209,3 +210,5 @@ def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
     error = RuntimeError("no\n  answer from http://me:pass@host/x with very-secret.")
     assert store_module._plain(error) == "no answer from http://host/x with ***"
+    monkeypatch.setenv("HF_TOKEN", "hf_hidden")
+    assert without_secrets("https://hub/?t=hf_hidden") == "https://hub/?t=***"

@@ -268,7 +268,9 @@ def test_hub_models_are_pinned_to_a_commit(tiny_model: Path, tmp_path: Path, mon
 
 
 # ---------------------------------------------------------------- bad models
-@pytest.mark.parametrize("spec", ["/nowhere/model", "./nowhere", "nowhere", "nowhere.gguf", "no/where", "no/x.gguf", ""])
+@pytest.mark.parametrize(
+    "spec", ["/nowhere/model", "./nowhere", "nowhere", "nowhere.gguf", "no/where", "no/x.gguf", ""]
+)
 def test_unknown_path(spec: str) -> None:
     with pytest.raises(UserError) as error:
         resolve_model(spec)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from codec.errors import PredictorError, UnsupportedArchitecture
+from codec.predictor.rope import regime
 
 SUPPORTED = ("llama",)
 KINDS = ("fp8", "int8", "int8-a16")  # rungs of the ladder that this family has
@@ -84,8 +85,8 @@ class PredictorConfig:
 
     @property
     def rope_regime(self) -> str:
-        """Names a RoPE scaling that depends on total length, for the chunk keys; empty where K depends on the prefix alone."""
-        return self.rope_type if self.rope_type in ("dynamic", "longrope") else ""
+        """See `codec.predictor.rope.regime`."""
+        return regime(self.rope_type)
 
 
 def from_hf(
@@ -97,13 +98,17 @@ def from_hf(
     """
     family = check_family(config)
     heads = int(config["num_attention_heads"])
-    return PredictorConfig(
+    shape = PredictorConfig(
         kind=kind, family=family, layers=int(config["num_hidden_layers"]), hidden=int(config["hidden_size"]), heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads), head_dim=head_dim(config),
         intermediate=int(config["intermediate_size"]), vocab=int(config["vocab_size"]), norm_eps=float(config["rms_norm_eps"]),
         context_length=int(config["max_position_embeddings"]), rope_type=rope[0], rope_dim=rope[1], rope_scaling=rope[2], rope_bf16=bf16,
         exact_kv=exact_kv,
     )  # fmt: skip
+    try:
+        return PredictorConfig.from_json(shape.to_json())  # what could not be read back is not built either
+    except PredictorError as error:
+        raise UnsupportedArchitecture(f"No predictor can be built for this {family} model: {error}") from None
 
 
 def check_family(config: Mapping[str, Any]) -> str:

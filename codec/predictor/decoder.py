@@ -7,7 +7,6 @@ many rows are computed at once, or on how a prompt is cut into chunks.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from codec import exact
 from codec.errors import PredictorError, UserError
+from codec.keys import content_id
 from codec.predictor.config import PredictorConfig
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
 from codec.predictor.rope import cos_sin, rotate
@@ -101,7 +101,7 @@ class Predictor:
     def fingerprint(self) -> bytes:
         """BLAKE2b-256 of the stored bytes."""
         if self._fingerprint is None:
-            self._fingerprint = hashlib.blake2b(self.to_bytes(), digest_size=32).digest()
+            self._fingerprint = content_id(self.to_bytes())
         return self._fingerprint
 
     @classmethod
@@ -116,7 +116,7 @@ class Predictor:
                 f"The stored predictor cannot be read ({error}); it is corrupt, restore it or recompute the store."
             ) from None
         predictor = cls(PredictorConfig.from_json(metadata), tensors, device)
-        predictor._fingerprint = hashlib.blake2b(data, digest_size=32).digest()
+        predictor._fingerprint = content_id(data)
         return predictor
 
     # ------------------------------------------------------------ use
@@ -330,9 +330,8 @@ class Run:
         groups, total = heads // self.c.kv_heads, seen.keys.shape[1]
         qi, qs = exact.row_integers(q)
         qi = qi.view(self.c.kv_heads, groups, tokens, dim).to(torch.float64)
-        qs = qs.view(self.c.kv_heads, groups, tokens, 1) * (
-            1.4426950408889634 / math.sqrt(dim)
-        )  # exact: a constant, one rounding
+        to_base_2 = exact.LOG2E / math.sqrt(dim)  # exact: a constant, one rounding
+        qs = qs.view(self.c.kv_heads, groups, tokens, 1) * to_base_2
         keys, values = seen.keys.to(torch.float64).transpose(1, 2), seen.values.to(torch.float64)
         key_scale = seen.key_scale.to(torch.float64).transpose(1, 2)
         place = torch.arange(total, device=q.device)
@@ -342,9 +341,8 @@ class Run:
             end = min(begin + step, tokens)
             visible = total - tokens + end
             block = qi[:, :, begin:end].reshape(self.c.kv_heads, -1, dim)
-            scores = (
-                exact.product(block, keys[:, :, :visible]) * key_scale[:, :, :visible]
-            )  # scaling by powers of two is exact
+            # Scaling by powers of two is exact.
+            scores = exact.product(block, keys[:, :, :visible]) * key_scale[:, :, :visible]
             t = scores.to(torch.float32) * qs[:, :, begin:end].reshape(self.c.kv_heads, -1, 1)
             allowed = place[:visible] <= place[visible - (end - begin) : visible, None]
             weights, norm = exact.weights_from_scores(t, allowed.repeat(groups, 1))

@@ -53,9 +53,8 @@ class Linear:
         """weight: as stored [out, in]; scale float32 [out]; bias float32 [out] or None; all on one device."""
         self.form, self.scale, self.bias = form, scale.to(torch.float64), bias
         if form == "fp8":
-            self._limbs = [
-                weight.to(torch.float32).to(torch.bfloat16)
-            ]  # e4m3 values are bf16 values, and those convert faster
+            # e4m3 values are bf16 values, and those convert faster.
+            self._limbs = [weight.to(torch.float32).to(torch.bfloat16)]
         elif form == "int16":
             self._limbs = [limb.T for limb in exact.limbs(weight.to(torch.float32))]
         else:

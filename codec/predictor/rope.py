@@ -19,6 +19,7 @@ from codec import exact
 from codec.errors import UnsupportedArchitecture
 
 TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+_BY_LENGTH = ("dynamic", "longrope")  # scalings that depend on how long the whole prompt is
 
 
 class Frequencies(NamedTuple):
@@ -28,6 +29,11 @@ class Frequencies(NamedTuple):
     inverse: Tensor
     starts: list[int]
     scaling: float
+
+
+def regime(rope_type: str) -> str:
+    """Names a scaling that depends on total length, for the chunk keys; empty where K depends on the prefix alone."""
+    return rope_type if rope_type in _BY_LENGTH else ""
 
 
 def frequencies(config: Mapping[str, Any], head_dim: int) -> Frequencies:  # exact: computed once and stored

@@ -6,7 +6,6 @@ under its role in angle brackets. No special tokens are added. lab/rate_referenc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from codec.errors import UserError
+from pipeline import render
 from pipeline.corpus import BadRecord, Record, list_corpus, read_corpus
 
 
@@ -22,9 +22,7 @@ def plain_text(payload: Mapping[str, Any]) -> str:
     """The text of a record that has `text`, or `messages` and perhaps `tools`."""
     if "text" in payload:
         return str(payload["text"])
-    parts = [json.dumps(payload["tools"], indent=1)] if payload.get("tools") else []
-    parts += [f"<{message['role']}>\n{message.get('content')}" for message in payload["messages"]]
-    return "\n".join(parts)
+    return render.plain_text(payload["messages"], payload.get("tools", ()))
 
 
 def read_prompts(uri: str, tokenizer: Any, *, tokens: int, count: int) -> list[Tensor]:
@@ -35,7 +33,9 @@ def read_prompts(uri: str, tokenizer: Any, *, tokens: int, count: int) -> list[T
     long_enough = (ids[:tokens] for ids in _token_ids(uri, tokenizer) if len(ids) >= tokens)
     prompts = [torch.tensor(ids, dtype=torch.int64) for ids in islice(long_enough, count)]
     if len(prompts) < count:
-        raise UserError(f"the corpus {uri} has {len(prompts)} prompts of {tokens} tokens or more where {count} are asked for")
+        raise UserError(
+            f"the corpus {uri} has {len(prompts)} prompts of {tokens} tokens or more where {count} are asked for"
+        )
     return prompts
 
 

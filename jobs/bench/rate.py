@@ -32,10 +32,11 @@ from codec.errors import UserError
 from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
 from jobs.bench.machine import available_cores, describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
+from pipeline.model_source import load_config, load_tokenizer, resolve_cache_format, resolve_model
 from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS, Options
 from pipeline.paths import blob_path, predictor_path, profile_path
 from pipeline.store import Store
-from pipeline.target import Target, load_config, load_target, load_tokenizer, resolve_cache_format, resolve_model
+from pipeline.target import Target, load_target
 from pipeline.target import context_length as context_length_of
 
 Note = Callable[[str], None]
@@ -62,7 +63,9 @@ class Settings:
         for name in ("tokens", "train", "test", "chunk_tokens", "threads"):
             top = MAX_CHUNK_TOKENS if name == "chunk_tokens" else 2**31 - 1
             if not 1 <= getattr(self, name) <= top:
-                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1 and at most {top}")
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1 and at most {top}"
+                )
 
 
 @dataclass
@@ -87,8 +90,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
     add("--calibration", required=True, metavar="URI", help="corpus to calibrate on")
     add("--eval", required=True, metavar="URI", help="corpus to measure")
-    add("--predictor", default=given.predictor, choices=PREDICTORS, help="the rung of the ladder (default: %(default)s)")
-    add("--loop", default=given.loop, choices=LOOPS, help="whether the predictor sees decoded values (default: %(default)s)")
+    add(
+        "--predictor", default=given.predictor, choices=PREDICTORS, help="the rung of the ladder (default: %(default)s)"
+    )
+    add(
+        "--loop",
+        default=given.loop,
+        choices=LOOPS,
+        help="whether the predictor sees decoded values (default: %(default)s)",
+    )
     add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
     for name, text in (
         ("tokens", "tokens of a prompt; shorter prompts are skipped"),
@@ -116,12 +126,18 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("prompts", f"{s['test']} measured, {s['train']} for calibration, {s['tokens']:,} tokens each"),
         ("predictor", f"{s['predictor']}, {s['loop']} loop, {s['cache_dtype']} cache, chunks of {s['chunk_tokens']}"),
         ("bits a scalar", f"{r['bits_per_scalar']:.3f} (K {r['bits_k']:.3f}, V {r['bits_v']:.3f})"),
-        ("ideal code length", f"{r['ideal_bits_per_scalar']:.3f} (K {r['ideal_bits_k']:.3f}, V {r['ideal_bits_v']:.3f})"),
+        (
+            "ideal code length",
+            f"{r['ideal_bits_per_scalar']:.3f} (K {r['ideal_bits_k']:.3f}, V {r['ideal_bits_v']:.3f})",
+        ),
         ("ratio", f"{r['ratio']:.3f}x ({r['raw_bytes']:,} bytes in {r['stored_bytes']:,})"),
         ("profile, predictor", f"{r['profile_bytes']:,} and {r['predictor_bytes']:,} bytes"),
         ("target", f"{r['target_tokens_per_s']:.1f} tokens/s"),
         ("encode, decode", f"{r['encode_tokens_per_s']:.1f} and {r['decode_tokens_per_s']:.1f} tokens/s"),
-        ("peak memory", f"{r['peak_rss_bytes'] / 2**20:,.0f} MiB, decoding {r['peak_rss_decode_bytes'] / 2**20:,.0f} MiB"),
+        (
+            "peak memory",
+            f"{r['peak_rss_bytes'] / 2**20:,.0f} MiB, decoding {r['peak_rss_decode_bytes'] / 2**20:,.0f} MiB",
+        ),
         ("verified", f"{r['chunks']} chunks" if r["verified"] else "NO: decoded bits differ from the target's"),
         ("machine", f"{m['cpu']}, {s['threads']} threads of {m['cores']} cores, load {m['load']}, torch {m['torch']}"),
     ]
@@ -187,7 +203,12 @@ def calibrate(
 
 
 def _calibrate_open(
-    settings: Settings, target: Target, identity: bytes, predictor: codec.Predictor, prompts: Sequence[Tensor], note: Note
+    settings: Settings,
+    target: Target,
+    identity: bytes,
+    predictor: codec.Predictor,
+    prompts: Sequence[Tensor],
+    note: Note,
 ) -> codec.Profile:
     moments = codec.Moments.zero(predictor.config)
     for number, tokens in enumerate(prompts):
@@ -200,7 +221,12 @@ def _calibrate_open(
 
 
 def _calibrate_closed(
-    settings: Settings, target: Target, identity: bytes, predictor: codec.Predictor, prompts: Sequence[Tensor], note: Note
+    settings: Settings,
+    target: Target,
+    identity: bytes,
+    predictor: codec.Predictor,
+    prompts: Sequence[Tensor],
+    note: Note,
 ) -> codec.Profile:
     note(f"running the target on {len(prompts)} calibration prompts")
     samples = []
