@@ -13,6 +13,7 @@ import pytest
 
 # Before any of these libraries is imported, and inherited by every process that a test starts.
 os.environ.update(
+    OMP_NUM_THREADS="1",  # tensors here are tiny: threads would only wait for each other
     RAY_USAGE_STATS_ENABLED="0",
     RAY_AUTH_MODE="disabled",
     HF_HUB_OFFLINE="1",
