@@ -12,7 +12,7 @@ from torch import Tensor
 
 from codec import exact
 from codec.checksums import digest
-from codec.chunk import Layers
+from codec.chunk import Layers, check_pair
 from codec.closed_loop import ClosedLoop, Geometry, JointLayer
 from codec.errors import KnownAnswerMismatch, UserError
 from codec.formats import NumberFormat, number_format
@@ -185,6 +185,7 @@ def known_answer(predictor: Predictor, profile: Profile) -> bytes:
 
     It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt; 16 bytes.
     """
+    check_pair(predictor, profile)
     c, fmt = predictor.config, profile.format
     tokens = torch.arange(KNOWN_TOKENS, dtype=torch.int64) * 7919 % min(c.vocab, 50021)
     tokens = tokens[: predictor.context_length]
@@ -196,12 +197,16 @@ def known_answer(predictor: Predictor, profile: Profile) -> bytes:
             guess = run.guess(layer)[0]
             truth = _made_up_truth(guess[0], layer, fmt), _made_up_truth(guess[1], layer + 1, fmt)
             coded = profile.loop_codec.encode(layer, truth, guess, run.turns()[0], False)
-            exactly = b"".join(g.cpu().contiguous().view(torch.int32).numpy().astype("<i4").tobytes() for g in guess)
+            exactly = b"".join(_bits(t) for t in (*guess, run.h))
             digests.append(digest(exactly + coded.streams[0] + coded.streams[1]))
             if layer < c.layers - 1:
                 follow(run, layer, [coded.next])
         run.commit()
     return digest(b"".join(digests))
+
+
+def _bits(t: Tensor) -> bytes:
+    return bytes(t.cpu().contiguous().view(torch.int32).numpy().astype("<i4").tobytes())
 
 
 def _made_up_truth(guess: Tensor, seed: int, fmt: NumberFormat) -> Tensor:

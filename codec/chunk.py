@@ -126,7 +126,7 @@ def encode_batch(
     predictor: Predictor, profile: Profile, tasks: Sequence[EncodeTask], *, ideal: bool = False
 ) -> list[EncodedChunk]:
     """Encode chunks of several prompts together; each gives the bytes it gives alone."""
-    _check_pair(predictor, profile)
+    check_pair(predictor, profile)
     fmt, c = profile.format, predictor.config
     for t in tasks:
         _check_truth(t, fmt, predictor, profile.target)
@@ -150,7 +150,7 @@ def encode_batch(
 
 def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeTask]) -> list[DecodedChunk]:
     """Decode chunks of several prompts together, layer by layer."""
-    _check_pair(predictor, profile)
+    check_pair(predictor, profile)
     headers = [_check_blob(predictor, profile, t) for t in tasks]
     streams = [blobs.streams(t.blob, h) for t, h in zip(tasks, headers, strict=True)]
     out: list[Layers] = [[] for _ in tasks]
@@ -237,11 +237,15 @@ def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Boo
 
 
 # ---------------------------------------------------------------- checks
-def _check_pair(predictor: Predictor, profile: Profile) -> None:
+def check_pair(predictor: Predictor, profile: Profile) -> None:
     if predictor.fingerprint != profile.predictor:
         raise errors.WrongPredictor(
             f"The profile was calibrated with predictor {profile.predictor.hex()[:16]}, not with {predictor.fingerprint.hex()[:16]}."
         )
+    f, c = profile.facts, predictor.config
+    shapes = (f.layers, f.hidden, f.kv_heads, f.head_dim, f.rope_dim)
+    if shapes != (c.layers, c.hidden, c.kv_heads, c.head_dim, c.rope_dim):
+        raise errors.ProfileError(f"The profile is for other shapes, {shapes}, than the predictor that it names.")
 
 
 def _check_truth(task: EncodeTask, fmt: NumberFormat, predictor: Predictor, target: bytes) -> None:

@@ -21,6 +21,7 @@ RIDGE_JOINT = 1e-5
 STEPS_PER_SIGMA = 10  # a feature's step is sigma * 2**-STEPS_PER_SIGMA, rounded up to a power of two
 _LEAST_SIGMA = 1e-5
 _NOTHING = "Calibration saw no token; give it a corpus with at least one prompt."
+_MOST = 2.0**60
 
 
 @dataclass
@@ -77,8 +78,8 @@ def fit(moments: LayerMoments) -> JointLayer:
         step.astype(np.int64),
         integers,
         unit,
-        sigma.astype(np.float32),
-        inside.astype(np.float32),
+        np.minimum(sigma, _MOST).astype(np.float32),
+        np.clip(inside, -_MOST, _MOST).astype(np.float32),
         gain_integers,
         gain_unit,
     )

@@ -83,7 +83,7 @@ def placed(mean: NDArray[np.float64], grid: Ints, constants: Ints, bounds: NDArr
     position, start = np.empty(mean.shape[0], np.int64), np.empty(mean.shape[0], np.int64)
     for i in range(mean.shape[0]):
         value = min(max(mean[i], -bounds[0]), bounds[0])
-        at = np.int64(np.rint(min(max(math.ldexp(value, fraction - grid[i]), -bounds[1]), bounds[1])))
+        at = np.int64(np.rint(min(max(math.ldexp(value, int(fraction - grid[i])), -bounds[1]), bounds[1])))
         step = at >> fraction
         m = -1 - step if step < 0 else step
         binade = max(math.frexp(np.float64(max(m, 1)))[1] - 1 - mantissa, 0)

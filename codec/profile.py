@@ -164,6 +164,11 @@ class Profile:
             )
         if f.loop not in LOOPS:
             raise ProfileError(f"The profile is for loop '{f.loop}'; this release knows {', '.join(LOOPS)}.")
+        numbers = (f.prefill_tokens, f.layers, f.hidden, f.kv_heads, f.head_dim, f.rope_dim, f.calibration_tokens)
+        if any(type(x) is not int or x < 1 for x in numbers) or f.rope_dim % 2 or f.rope_dim > f.head_dim:
+            raise ProfileError("The profile's shapes are malformed; it is corrupt or of another version.")
+        if self.tensors.keys() != self._layout().keys() | {"table"}:
+            raise ProfileError("The profile has other tensors than its loop needs.")
         ids = ((f.target, 32), (f.predictor, 32), (f.known_answer, 16))
         if any(len(bytes.fromhex(text)) != size for text, size in ids if text or size == 32):
             raise ProfileError("The profile's ids are malformed; it is corrupt or of another version.")
@@ -224,4 +229,5 @@ class Profile:
 
 
 def _is_distribution(table: NDArray[np.generic]) -> bool:
-    return int(table[0]) == 0 and int(table[-1]) == 1 << TABLE_BITS and not bool((np.diff(table) < 0).any())
+    values = table.astype(np.int64)  # compared, not subtracted: differences may overflow
+    return int(values[0]) == 0 and int(values[-1]) == 1 << TABLE_BITS and bool((values[1:] >= values[:-1]).all())

@@ -64,8 +64,9 @@ def read_checksums(store: Store, part: str) -> dict[bytes, bytes]:
     """
     data = store.get(part)
     try:
-        table = pq.read_table(pa.BufferReader(data), columns=["key", "layer_checksums"])
-    except (pa.ArrowException, OSError, KeyError) as error:
+        columns = [index.INDEX_SCHEMA.field(name) for name in ("key", "layer_checksums")]
+        table = pq.read_table(pa.BufferReader(data), columns=[c.name for c in columns]).cast(pa.schema(columns))
+    except Exception as error:  # broken files make pyarrow raise anything from OSError to KeyError
         place = f"{store.uri}/{part}"
         raise DataError(f"the index part {place} is no readable Parquet file ({type(error).__name__})") from error
     return dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))

@@ -212,7 +212,15 @@ class PromptReader:
 def _load_part(store: Store, part: str) -> pa.ChunkedArray:
     data = store.get(part)
     try:
-        return pq.read_table(io.BytesIO(data), columns=["token_ids"]).column("token_ids").combine_chunks()
-    except (pa.ArrowException, OSError, ValueError) as error:
+        table = pq.read_table(io.BytesIO(data), columns=PART_SCHEMA.names).cast(PART_SCHEMA)
+        columns = (table[name].to_pylist() for name in ("id", "source", "token_ids"))
+        rows = [{"id": i, "payload": s, "token_ids": t} for i, s, t in zip(*columns, strict=True)]
+        name = part_name(rows).hex()
+    except Exception as error:  # broken files make pyarrow raise anything
         place = f"{store.uri}/{part}"
         raise DataError(f"the prompts part {place} is no readable Parquet file ({type(error).__name__})") from error
+    if not part.endswith(f"/{name}.parquet"):  # else tokens would be stored under keys that are not theirs
+        raise DataError(
+            f"the prompts part {store.uri}/{part} holds other prompts than the ones it is named for; delete it"
+        )
+    return table.column("token_ids").combine_chunks()

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from codec.errors import DataError
 from codec.keys import root_key
-from codec.predictor.config import check_family, head_dim
+from codec.predictor.config import MAX_CONTEXT, check_family, head_dim
 from codec.predictor.rope import frequencies, regime
 from pipeline import ray_runtime, report
 from pipeline.actors import EncodeActor, VerifyActor
@@ -174,7 +174,7 @@ def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: 
         prepared.job.target,
         prepared.root,
         options.chunk_tokens,
-        context_length(prepared.config),
+        min(context_length(prepared.config), MAX_CONTEXT),
         int(prepared.config["vocab_size"]),
         options.max_tokens,
         limit,

@@ -306,7 +306,7 @@ def _check_marker(data: bytes, uri: str) -> None:
         found = json.loads(data)["format"]
         if type(found) is not int or found < 1:
             raise ValueError
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{uri}/{MARKER} does not say which format the store has: it is damaged") from None
     if found > FORMAT:
         raise UserError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codec.errors import UnsupportedFormat, UserError
+from codec.errors import PredictorError, UnsupportedFormat, UserError
 from codec.predictor.config import KINDS, check_family, from_hf, head_dim
 from codec.predictor.decoder import Predictor
 from codec.predictor.linear import quantise_weight
@@ -64,7 +64,10 @@ def build_predictor(
             raise UserError(
                 f"The model's weights are not finite (found in '{tensor_name}'); no predictor can be made of them."
             )
-    return Predictor(shape, out)
+    try:
+        return Predictor(shape, out)
+    except PredictorError as error:  # else it would be stored, and no process could load it
+        raise UserError(f"No predictor can be made of this model: {error}") from error
 
 
 def _value_exponents(tensors: Mapping[str, Tensor], source: str, kv_heads: int) -> Tensor:

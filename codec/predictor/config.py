@@ -12,6 +12,7 @@ from codec.errors import PredictorError, UnsupportedArchitecture
 from codec.predictor.rope import regime
 
 SUPPORTED = ("llama",)
+MAX_CONTEXT = 1 << 17  # beyond, attention sums would need more bits than float64 holds exactly
 KINDS = ("fp8", "int8", "int8-a16")  # rungs of the ladder that this family has
 LIMITS = {
     "layers": 1024,
@@ -60,28 +61,37 @@ class PredictorConfig:
         """Parse and check; raises PredictorError."""
         try:
             config = cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PredictorError(
                 f"The predictor's configuration cannot be read ({error}); the file is corrupt or of another version."
             ) from None
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Everything that a stored predictor must satisfy; raises PredictorError."""
+        config = self
         for name, limit in LIMITS.items():
             value = getattr(config, name)
             if type(value) is not int or not 1 <= value <= limit:
                 raise PredictorError(f"The predictor's configuration says {name} = {value!r}; allowed is 1 to {limit}.")
         numbers = (config.norm_eps, config.rope_scaling)
         if (
-            any(type(x) is not float or not math.isfinite(x) or x <= 0 for x in numbers)
+            any(type(x) is not float or not math.isfinite(x) or not 2.0**-60 <= x <= 2.0**20 for x in numbers)
             or type(config.rope_bf16) is not bool
             or type(config.exact_kv) is not bool
         ):
-            raise PredictorError("The predictor's configuration has a constant that is no positive number.")
+            raise PredictorError(
+                "The predictor's configuration has a constant that is no positive number, or one out of range."
+            )
         if config.kind not in KINDS or config.family not in SUPPORTED or not isinstance(config.rope_type, str):
             raise PredictorError(
                 f"The predictor is a '{config.kind}' of family '{config.family}', which this release does not know."
             )
         if config.heads % config.kv_heads or config.rope_dim % 2 or config.rope_dim > config.head_dim:
             raise PredictorError("The predictor's configuration contradicts itself (heads, kv_heads, rope_dim).")
-        return config
+        if config.exact_kv and config.head_dim % 2:
+            raise PredictorError("The closed loop needs an even number of dimensions a head.")
 
     @property
     def rope_regime(self) -> str:
@@ -102,7 +112,8 @@ def from_hf(
         kind=kind, family=family, layers=int(config["num_hidden_layers"]), hidden=int(config["hidden_size"]), heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads), head_dim=head_dim(config),
         intermediate=int(config["intermediate_size"]), vocab=int(config["vocab_size"]), norm_eps=float(config["rms_norm_eps"]),
-        context_length=int(config["max_position_embeddings"]), rope_type=rope[0], rope_dim=rope[1], rope_scaling=rope[2], rope_bf16=bf16,
+        context_length=min(int(config["max_position_embeddings"]), MAX_CONTEXT),
+        rope_type=rope[0], rope_dim=rope[1], rope_scaling=rope[2], rope_bf16=bf16,
         exact_kv=exact_kv,
     )  # fmt: skip
     try:

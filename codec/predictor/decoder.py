@@ -26,6 +26,9 @@ from codec.predictor.rope import cos_sin, rotate
 
 _SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
 _HIDDEN_LIMIT = 1e30
+_FREQUENCY_LIMIT = 1024.0
+# With scales and norms below this, no projection of a normalised row leaves float32: 2**9 * 2**20 * 2**18 * 2**9 * 2**20.
+_LIMITS = {"scale": 2.0**20, "norm1": 2.0**20, "norm2": 2.0**20, "bias": 2.0**60}
 
 
 @dataclass
@@ -111,9 +114,9 @@ class Predictor:
             tensors = safetensors.torch.load(data)  # checks lengths and offsets before it touches a tensor
             length = int.from_bytes(data[:8], "little")
             metadata = json.loads(data[8 : 8 + length])["__metadata__"]["predictor"]
-        except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        except Exception as error:  # a hostile file can fail in many ways inside the parsers
             raise PredictorError(
-                f"The stored predictor cannot be read ({error}); it is corrupt, restore it or recompute the store."
+                f"The stored predictor cannot be read ({type(error).__name__}: {error}); it is corrupt, restore it or recompute the store."
             ) from None
         predictor = cls(PredictorConfig.from_json(metadata), tensors, device)
         predictor._fingerprint = content_id(data)
@@ -146,8 +149,7 @@ class Predictor:
     def _check(self) -> None:
         """Shapes, and that every reduction is exact; raises PredictorError or InexactBackend."""
         c = self.config
-        if c.exact_kv and (c.head_dim - c.rope_dim) % 2:
-            raise PredictorError(f"The closed loop takes dims in pairs; a head_dim of {c.head_dim} leaves one over.")
+        c.check()
         widths = {"q": (c.heads * c.head_dim, c.hidden), "k": (c.kv_heads * c.head_dim, c.hidden), "v": (c.kv_heads * c.head_dim, c.hidden),
                   "o": (c.hidden, c.heads * c.head_dim), "gate": (c.intermediate, c.hidden), "up": (c.intermediate, c.hidden),
                   "down": (c.hidden, c.intermediate)}  # fmt: skip
@@ -158,8 +160,8 @@ class Predictor:
             }
             expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
             expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
-        regimes = self._stored["rope.starts"].shape[:1] if "rope.starts" in self._stored else torch.Size([1])
-        expected |= {"rope.starts": tuple(regimes), "rope.inverse": (*regimes, c.rope_dim // 2)}
+        regimes = self._stored["rope.starts"].numel() if "rope.starts" in self._stored else 1
+        expected |= {"rope.starts": (regimes,), "rope.inverse": (regimes, c.rope_dim // 2)}
         self._check_shapes(expected)
         self._check_values()
         longest = max(c.hidden, c.intermediate, c.heads * c.head_dim)
@@ -200,11 +202,23 @@ class Predictor:
             not starts
             or starts[0] != 0
             or starts != sorted(set(starts))
-            or bool((self._stored["value_exponents"].abs() > 60).any())
+            or bool((self._stored["value_exponents"].clamp(-60, 60) != self._stored["value_exponents"]).any())
+            or bool((self._stored["rope.inverse"].clamp(0.0, _FREQUENCY_LIMIT) != self._stored["rope.inverse"]).any())
         ):
             raise PredictorError(
                 "The predictor's rotary regimes or value exponents are out of range; the file is corrupt."
             )
+        for name, tensor in self._stored.items():
+            if tensor.dtype == torch.int16:
+                limit: float = exact.ROW_MAX
+            elif tensor.dtype == torch.float32:
+                limit = _LIMITS.get(name.rpartition(".")[2], _HIDDEN_LIMIT)
+            else:
+                continue
+            if bool((tensor.to(torch.float64).abs() > limit).any()):
+                raise PredictorError(
+                    f"The predictor's tensor '{name}' holds a value beyond {limit:g}; it cannot be computed with."
+                )
 
     def _layer(self, i: int) -> Layer:
         t, name = self._stored, f"layers.{i}."
@@ -278,7 +292,7 @@ class Run:
         """
         w = self.p.layers[layer]
         if corrections is not None:
-            self.h = self.h + torch.cat(list(corrections)) * self.rms
+            self.h = (self.h + torch.cat(list(corrections)) * self.rms).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
             self.x = Inputs(self._norm(self.h, w.norm1)[0])
         assert self.x is not None, "guess(layer) comes before advance(layer)"
         q = rotate(self._heads(w.q(self.x), self.c.heads), self.cos, self.sin)  # [H, R, D]
@@ -288,7 +302,7 @@ class Run:
         out = [self._attend(part, s, w) for part, s in zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)]
         h = self.h + w.o(Inputs(torch.cat(out)))
         x = Inputs(self._norm(h, w.norm2)[0])
-        y = exact.silu(w.gate(x)) * w.up(x)
+        y = (exact.silu(w.gate(x)) * w.up(x)).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
         self.h = (h + w.down(Inputs(y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
         self.x = None
 
@@ -344,6 +358,7 @@ class Run:
             # Scaling by powers of two is exact.
             scores = exact.product(block, keys[:, :, :visible]) * key_scale[:, :, :visible]
             t = scores.to(torch.float32) * qs[:, :, begin:end].reshape(self.c.kv_heads, -1, 1)
+            t = t.clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)  # infinities would make NaNs, whose casts differ by processor
             allowed = place[:visible] <= place[visible - (end - begin) : visible, None]
             weights, norm = exact.weights_from_scores(t, allowed.repeat(groups, 1))
             o = exact.product(weights, values[:, :visible]) / norm * w.value_step.to(torch.float64)
