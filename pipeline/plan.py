@@ -139,11 +139,6 @@ class Plan:
         """Tokens of the new chunks."""
         return sum(self.chunks[key].tokens for key in self.new)
 
-    @property
-    def distinct_tokens(self) -> int:
-        """Tokens of the distinct chunks, whether stored already or not."""
-        return sum(chunk.tokens for chunk in self.chunks.values())
-
 
 def make_plan(
     prompts: Sequence[Prompt], chunk_tokens: int, *, stored: frozenset[bytes], lost: frozenset[bytes] = frozenset()
