@@ -213,8 +213,8 @@ def _made_up_truth(guess: Tensor, seed: int, fmt: NumberFormat) -> Tensor:
     """Patterns near the guess's, and now and then any pattern at all."""
     patterns = fmt.patterns(guess.clamp(-fmt.max_finite, fmt.max_finite).to(fmt.dtype))
     i = np.arange(patterns.size, dtype=np.int64).reshape(patterns.shape) + 977 * seed
-    near = patterns ^ (i * 40503 % 65521 % 16)
-    return fmt.tensor(np.where(i % 251 == 0, i * 2654435761 % 65536, near))
+    near = patterns ^ (i * 40503 % 65521 % (4 if fmt.coarse else 16))
+    return fmt.tensor(np.where(i % 251 == 0, i * 2654435761 % (1 << fmt.item_bits), near))
 
 
 def check_known_answer(predictor: Predictor, profile: Profile) -> None:

@@ -133,12 +133,14 @@ def encode_batch(
     sums = [checksums.layer_checksums(t.truth, fmt) for t in tasks]
     books = [_Book() for _ in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
+    carries: list[object] = [None] * len(tasks)
     for layer in range(c.layers):
         guesses = run.guess(layer)
         coded = [
-            profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal)
-            for task, guess, turn in zip(tasks, guesses, run.turns(), strict=True)
+            profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal, carry)
+            for task, guess, turn, carry in zip(tasks, guesses, run.turns(), carries, strict=True)
         ]
+        carries = [part.next.carry for part in coded]
         for book, part in zip(books, coded, strict=True):
             book.add(part)
         if layer < c.layers - 1:
@@ -155,12 +157,14 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     streams = [blobs.streams(t.blob, h) for t, h in zip(tasks, headers, strict=True)]
     out: list[Layers] = [[] for _ in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
+    carries: list[object] = [None] * len(tasks)
     for layer in range(predictor.config.layers):
         guesses = run.guess(layer)
         parts = [
-            profile.loop_codec.decode(layer, stream[layer], guess, turn)
-            for stream, guess, turn in zip(streams, guesses, run.turns(), strict=True)
+            profile.loop_codec.decode(layer, stream[layer], guess, turn, carry)
+            for stream, guess, turn, carry in zip(streams, guesses, run.turns(), carries, strict=True)
         ]
+        carries = [part.next.carry for part in parts]
         for header, part, layers in zip(headers, parts, out, strict=True):
             layers.append(_checked(layer, part, header, profile.format))
         if layer < predictor.config.layers - 1:

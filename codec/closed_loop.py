@@ -87,7 +87,7 @@ class ClosedLoop:
         self._layers = [_Ready(layer, fmt) for layer in layers]
         self._rope_dim, self._model, self._fmt = rope_dim, model, fmt
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool) -> CodedLayer:
+    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
         """See LoopCodec. All channels at once."""
         ready, fmt = self._layers[layer], self._fmt
         geometry = Geometry(guess, turn, self._rope_dim)
@@ -136,7 +136,9 @@ class ClosedLoop:
         residual = [self._admit(real[0], geometry.k, k_step), self._admit(real[1], geometry.v, ready.step_v)]
         return residual, self._features(ready, np.concatenate([residual[1], geometry.unrotate(residual[0])]))
 
-    def decode(self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair) -> DecodedLayer:
+    def decode(
+        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
+    ) -> DecodedLayer:
         """See LoopCodec. V channel by channel, then K pair by pair."""
         ready, fmt = self._layers[layer], self._fmt
         geometry = Geometry(guess, turn, self._rope_dim)

@@ -24,10 +24,14 @@ Pair = tuple[Tensor, Tensor]  # K and V, [kv_heads, tokens, head_dim] each; or c
 
 @dataclass(frozen=True)
 class Next:
-    """What the predictor goes on with: K and V to attend to, finite float32; a correction of its hidden state or None."""
+    """What the predictor goes on with: K and V to attend to, finite float32; a correction of its hidden state or None.
+
+    carry: what this layer tells the residual model of the next one of the same chunk, a loop's own affair.
+    """
 
     attend: Pair
     correction: Tensor | None = None
+    carry: object = None
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,12 @@ class DecodedLayer:
 class LoopCodec(Protocol):
     """Codes layers of one profile. `turn` is cos and sin of the tokens' RoPE angles, float32 [tokens, rotated dims / 2]."""
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool) -> CodedLayer:
-        """Code the true K and V of a layer."""
+    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
+        """Code the true K and V of a layer; `carry` is that of the layer before."""
 
-    def decode(self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair) -> DecodedLayer:
+    def decode(
+        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
+    ) -> DecodedLayer:
         """The inverse; raises CorruptBlob."""
 
 
@@ -72,7 +78,7 @@ class OpenLoop:
     ) -> None:
         self._scales, self._model, self._fmt = scales, model, fmt
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool) -> CodedLayer:
+    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
         """See LoopCodec."""
         streams, floors, escapes = [], [], 0
         for values, mean, scales in zip(truth, guess, self._scales[layer], strict=True):
@@ -85,7 +91,9 @@ class OpenLoop:
             escapes += escaped
         return CodedLayer((streams[0], streams[1]), (floors[0], floors[1]), escapes, Next(guess))
 
-    def decode(self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair) -> DecodedLayer:
+    def decode(
+        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
+    ) -> DecodedLayer:
         """See LoopCodec."""
         values = []
         for stream, mean, scales in zip(streams, guess, self._scales[layer], strict=True):
