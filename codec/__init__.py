@@ -9,7 +9,6 @@ from codec.calibrate import (
     ClosedCalibration,
     Moments,
     calibrate_closed,
-    check_known_answer,
     freeze,
     freeze_closed,
     measure,
@@ -27,17 +26,20 @@ from codec.chunk import (
     encode,
     encode_batch,
 )
-from codec.closed_loop import JointLayer
 from codec.joint_fit import LayerMoments
 from codec.joint_fit import fit as fit_layer
 from codec.joint_fit import merge as merge_moments
+from codec.joint_model import JointLayer
 from codec.keys import ROOT_DIGEST, chunk_keys, content_id, root_key
+from codec.known_answer import check_known_answer
 from codec.predictor import Predictor, PredictorState, build_predictor
 from codec.profile import Profile
+from codec.scales import CacheScales
 
 __all__ = [
     "ROOT_DIGEST",
     "BlobHeader",
+    "CacheScales",
     "ChunkIdentity",
     "ChunkStats",
     "ClosedCalibration",
