@@ -229,6 +229,7 @@ def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Boo
         len(task.token_ids),
         profile.format,
         rows,
+        () if profile.scales is None else profile.scales.listed(),
     )
     data = blobs.pack(header, book.streams)
     bytes_k, bytes_v = sum(len(k) for k, _ in book.streams), sum(len(v) for _, v in book.streams)
@@ -288,6 +289,10 @@ def _check_blob(predictor: Predictor, profile: Profile, task: DecodeTask) -> blo
             raise error(
                 f"Blob {key}: its {what} is {got.hex()[:16]} where {expected.hex()[:16]} is needed; it must not be decoded here."
             )
+    if header.scales != (() if profile.scales is None else profile.scales.listed()):
+        raise errors.WrongProfile(
+            f"Blob {key}: its cache has other scales than the profile's; it must not be decoded here."
+        )
     c = predictor.config
     shape = (c.layers, len(task.token_ids), task.state.length, want.first_token, profile.format)
     if (len(header.layers), header.tokens, header.first_token, header.first_token, header.format) != shape or any(

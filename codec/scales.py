@@ -77,6 +77,11 @@ class CacheScales:
             raise DataError(f"The cache's scales differ where mode '{name}' has them equal; they are corrupt.")
         return cls(name, values)
 
+    def listed(self) -> tuple[float, ...]:
+        """As a blob lists them, layer by layer for K and V: nothing, one each, or one a head."""
+        kept = {"none": 0, "tensor": 1, "head": self.values.shape[2]}[self.mode]
+        return tuple(self.values[:, :, :kept].reshape(-1).tolist())
+
     def quantise(self, values: Tensor, layer: int, side: int, fmt: NumberFormat) -> Tensor:
         """K (side 0) or V (1) of a layer, [kv_heads, T, head_dim], any float dtype, to the FP8 format `fmt`.
 

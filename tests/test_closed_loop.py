@@ -166,7 +166,8 @@ def hostile_cache(
     """A copy with hostile patterns in all tensors at these tokens, in one channel of `every`."""
     bad = samples.hostile_patterns(fmt)
     if kind == FAR:
-        bad = bad[(bad & 0x7FFF) >= fmt.first_nonfinite - 30]  # 3e38 in bf16, 63,000 in fp16, infinities, NaNs
+        magnitude = bad & ((1 << (fmt.item_bits - 1)) - 1)  # 3e38 in bf16, 63,000 in fp16, infinities, NaNs
+        bad = bad[magnitude >= (fmt.first_nonfinite - (0 if fmt.coarse else 30)) << fmt.raw]
     out: samples.Layers = []
     for pair in values:
         new = []
