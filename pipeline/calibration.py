@@ -21,11 +21,12 @@ import codec
 from codec.entropy import BACKEND
 from codec.errors import DataError
 from codec.profile import PROFILE_VERSION
+from pipeline.model_source import localise
 from pipeline.paths import predictor_path, profile_config_path, profile_path
 from pipeline.plan import Prompt
 from pipeline.prompts import PromptReader
 from pipeline.store import ObjectMissing
-from pipeline.target import Target, load_target
+from pipeline.target import Target, load_target, run_format
 from pipeline.work import Device, Job, PromptRef, load_predictor, load_profile
 
 SAMPLE_PROMPTS = 12
@@ -75,6 +76,8 @@ def config_hash(job: Job) -> bytes:
         "codec": PROFILE_VERSION,
         "coder": BACKEND,
     }
+    if job.scale_mode:
+        parts |= {"fp8_scale": job.scale_mode, "scales": codec.content_id(job.scales).hex()}
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 
 
@@ -133,7 +136,7 @@ class Calibrator:
             target.config,
             weights,
             kind=self._job.predictor_kind,
-            bf16=self._job.cache_format == "bf16",
+            bf16=target.dtype == torch.bfloat16,
             exact_kv=self._job.loop == "closed",
         )
         self._job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
@@ -221,14 +224,19 @@ class Calibrator:
         return self._predictor
 
 
-def load_checked_target(job: Job, device: Device) -> Target:
+def load_checked_target(job: Job, device: Device, *, quantised: bool = True) -> Target:
     """Load the target in this process, and make sure that it is the one that the driver saw.
+
+    Args:
+        quantised: False for a cache in the dtype that the model is computed in, where the job's is FP8.
 
     Raises:
         UserError: it cannot be loaded.
         DataError: its files differ from those that the job began with.
     """
-    target = load_target(job.model, job.cache_format, device.name, "auto" if device.spread else None)
+    cache_format = job.cache_format if quantised else run_format(localise(job.model), job.cache_format)
+    scales = job.cache_scales if quantised else None
+    target = load_target(job.model, cache_format, device.name, "auto" if device.spread else None, scales)
     if target.source.fingerprint(job.cache_format) != job.target:
         raise DataError(f"the model {job.model.path} on this node has other contents than where the job was started")
     return target
