@@ -37,6 +37,7 @@ from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_els
 from jobs.bench.machine import available_cores, describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
 from pipeline.cache_scales import largest
+from pipeline.calibration import closed_sample
 from pipeline.model_source import load_config, load_tokenizer, resolve_cache_format, resolve_model
 from pipeline.options import (
     CACHE_FORMATS,
@@ -260,9 +261,9 @@ def _calibrate_open(
         note(f"calibrating on prompt {number + 1} of {len(prompts)}")
         cache, state = target.new_cache(), predictor.new_state()
         for ids in _chunks(tokens, settings.chunk_tokens):
-            moments.add(codec.measure(predictor, state, ids, target.prefill(cache, ids)))
+            moments.add(codec.measure(predictor, state, ids, target.prefill_latent(cache, ids)[2], target.scales))
     step = settings.chunk_tokens
-    return codec.freeze(predictor, identity, target.cache_format, moments, prefill_tokens=step)
+    return codec.freeze(predictor, identity, target.cache_format, moments, prefill_tokens=step, scales=target.scales)
 
 
 def _calibrate_closed(
@@ -274,15 +275,12 @@ def _calibrate_closed(
     note: Note,
 ) -> codec.Profile:
     note(f"running the target on {len(prompts)} calibration prompts")
-    samples = []
-    for tokens in prompts:
-        cache = target.new_cache()
-        states = [target.prefill_states(cache, ids)[1] for ids in _chunks(tokens, settings.chunk_tokens)]
-        hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
-        samples.append(codec.ClosedSample(tokens, target.read(cache, 0, len(tokens)), hidden))
+    samples = [closed_sample(target, tokens, settings.chunk_tokens) for tokens in prompts]
     note("calibrating layer by layer")
     step = settings.chunk_tokens
-    return codec.calibrate_closed(predictor, identity, target.cache_format, samples, prefill_tokens=step)
+    return codec.calibrate_closed(
+        predictor, identity, target.cache_format, samples, prefill_tokens=step, scales=target.scales
+    )
 
 
 def encode_prompts(
