@@ -9,6 +9,7 @@ from codec.calibrate import (
     ClosedCalibration,
     Moments,
     calibrate_closed,
+    fit_layers,
     freeze,
     freeze_closed,
     measure,
@@ -27,8 +28,6 @@ from codec.chunk import (
     encode_batch,
 )
 from codec.joint_fit import LayerMoments
-from codec.joint_fit import fit as fit_layer
-from codec.joint_fit import merge as merge_moments
 from codec.joint_model import JointLayer
 from codec.keys import ROOT_DIGEST, chunk_keys, content_id, root_key
 from codec.known_answer import check_known_answer
@@ -63,11 +62,10 @@ __all__ = [
     "decode_batch",
     "encode",
     "encode_batch",
-    "fit_layer",
+    "fit_layers",
     "freeze",
     "freeze_closed",
     "measure",
-    "merge_moments",
     "read_header",
     "root_key",
 ]

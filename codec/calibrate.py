@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -234,18 +234,32 @@ def calibrate_closed(
 ) -> Profile:
     """Calibrate the closed loop in one process. Raises UserError without samples."""
     work = ClosedCalibration(predictor, cache_format, samples, scales=scales)
-    layers, tokens = [], 0
-    for layer in range(predictor.config.layers):
-        law: JointLayer | None = None
-        for _ in range(work.rounds):
-            moments = merge(work.moments(layer, law))
-            law = fit(moments)
-        assert law is not None
-        tokens = moments.tokens
-        layers.append(law)
-        if layer < predictor.config.layers - 1:
-            work.advance(layer, law)
+    layers, tokens = fit_layers(predictor.config.layers, work.rounds, work.moments, work.advance)
     return freeze_closed(predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens, scales=scales)
+
+
+def fit_layers(
+    count: int,
+    rounds: int,
+    moments: Callable[[int, JointLayer | None], Sequence[LayerMoments]],
+    advance: Callable[[int, JointLayer], None],
+) -> tuple[list[JointLayer], int]:
+    """The order of closed calibration, wherever its work is done: joint models of `count` layers, and how many tokens counted.
+
+    moments, advance: as of ClosedCalibration, over all samples in a fixed order.
+    """
+    layers, tokens = [], 0
+    for layer in range(count):
+        merged = merge(moments(layer, None))
+        law = fit(merged)
+        for _ in range(rounds - 1):
+            merged = merge(moments(layer, law))
+            law = fit(merged)
+        tokens = merged.tokens
+        layers.append(law)
+        if layer < count - 1:
+            advance(layer, law)
+    return layers, tokens
 
 
 def freeze_closed(

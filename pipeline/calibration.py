@@ -306,20 +306,17 @@ def _calibrate_closed(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) 
     """A barrier a layer: the moments of a layer need the frozen gains of those below it (DESIGN 4.7)."""
     shares = [list(samples[i :: len(pool)]) for i in range(len(pool))]
     ray.get([actor.begin_closed.remote(share) for actor, share in zip(pool, shares, strict=True)])
-    layers: list[codec.JointLayer] = []
     count: int = ray.get(pool[0].layers.remote())
     rounds: int = ray.get(pool[0].rounds.remote())
-    tokens = 0
-    for layer in range(count):
-        law: codec.JointLayer | None = None
-        for _ in range(rounds):
-            found = ray.get([actor.layer_moments.remote(layer, law) for actor in pool])
-            in_order = [found[i % len(pool)][i // len(pool)] for i in range(len(samples))]
-            tokens = sum(part.tokens for part in in_order)
-            law = codec.fit_layer(codec.merge_moments(in_order))
-        layers.append(law)
-        if layer < count - 1:
-            ray.get([actor.advance.remote(layer, law) for actor in pool])
+
+    def moments(layer: int, law: codec.JointLayer | None) -> list[codec.LayerMoments]:
+        found = ray.get([actor.layer_moments.remote(layer, law) for actor in pool])
+        return [found[i % len(pool)][i // len(pool)] for i in range(len(samples))]
+
+    def advance(layer: int, law: codec.JointLayer) -> None:
+        ray.get([actor.advance.remote(layer, law) for actor in pool])
+
+    layers, tokens = codec.fit_layers(count, rounds, moments, advance)
     profile_id: bytes = ray.get(pool[0].freeze_closed.remote(layers, tokens))
     return profile_id
 
