@@ -274,8 +274,10 @@ def freeze_closed(
 ) -> Profile:
     """Joint models of all layers to a profile with its known-answer digest."""
     lower = np.tril_indices(len(layers[0].step), -1)
-    stored = {"step": np.int8, "unit": np.int8, "given": np.int16, "given_unit": np.int8, "bias": np.float32,
+    stored: dict[str, type] = {"step": np.int8, "unit": np.int8, "bias": np.float32,
               "sigma": np.float32, "inside": np.float32, "gain": np.int16, "gain_unit": np.int8}  # fmt: skip
+    if layers[0].history:
+        stored |= {"given": np.int16, "given_unit": np.int8}
     tensors: Arrays = {name: np.stack([getattr(x, name) for x in layers]).astype(t) for name, t in stored.items()}
     tensors["coefficient"] = np.stack([x.coefficient[lower] for x in layers]).astype(np.int16)
     work = _Work(predictor, target, cache_format, prefill_tokens, scales)

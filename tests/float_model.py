@@ -21,8 +21,13 @@ from codec.predictor.rope import cos_sin, frequencies, rotate
 from tests import codec_samples as samples
 
 
-def cache_of(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> tuple[samples.Layers, list[Tensor]]:
-    """(K and V of every layer, float64 [kv_heads, T, dim]; hidden state entering every layer, [T, hidden])."""
+def cache_of(
+    config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor, scales: codec.CacheScales | None = None, stored: str = ""
+) -> tuple[samples.Layers, list[Tensor]]:  # fmt: skip
+    """(K and V of every layer, float64 [kv_heads, T, dim]; hidden state entering every layer, [T, hidden]).
+
+    With scales, attention reads K and V rounded to the FP8 format `stored`, as in an engine with such a cache.
+    """
     t = {name: w.double() for name, w in weights.items()}
     dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     f = frequencies(config, dim)
@@ -46,6 +51,11 @@ def cache_of(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) ->
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         layers.append((k, v))
+        if scales is not None:
+            k, v = (
+                scales.dequantise(scales.quantise(x, i, side, FORMATS[stored]), i, side, torch.float64)
+                for side, x in enumerate((k, v))
+            )
         kk, vv = (z.repeat_interleave(heads // kv_heads, 0) for z in (k, v))
         scores = (q @ kk.transpose(1, 2) / dim**0.5).masked_fill(later, -torch.inf)
         h = h + project((scores.softmax(-1) @ vv).transpose(0, 1).reshape(len(ids), -1), "self_attn.o_proj")
@@ -73,7 +83,7 @@ class World:
 
     def truth(self, ids: Tensor, name: str = "bf16", mode: str = "tensor") -> samples.Layers:
         """The model's cache for a prompt, in the cache's format; mode: of an FP8 cache's scales."""
-        return self._cast(cache_of(self.config, self.weights, ids)[0], name, mode)
+        return self._cast(cache_of(self.config, self.weights, ids, self.scales(name, mode), name)[0], name, mode)
 
     def scales(self, name: str, mode: str = "tensor") -> codec.CacheScales | None:
         """The scales of an FP8 cache, calibrated on the calibration prompts."""
@@ -98,7 +108,7 @@ class World:
         """The calibration prompts."""
         out = []
         for ids in self._prompts:
-            layers, hidden = cache_of(self.config, self.weights, ids)
+            layers, hidden = cache_of(self.config, self.weights, ids, self.scales(name, mode), name)
             latent = layers if FORMATS[name].coarse else None
             out.append(Sample(ids, self._cast(layers, name, mode), hidden, latent=latent))
         return out
