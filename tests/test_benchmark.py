@@ -126,16 +126,22 @@ def test_rate_is_that_of_the_bytes_on_disk(tiny_model: Path, corpus: Path, tmp_p
 )
 def test_every_cache_format_comes_back(
     tiny_model: Path,
-    corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     cache: str,
     scale: str | None,
     loop: str,
 ) -> None:
-    """In one process here, to be quick."""
+    """In one process here, to be quick; on random tokens, of which few prompts are enough to calibrate on."""
     monkeypatch.setattr(rate, "decode_elsewhere", lambda request, prompts, _: decode_all(request, prompts))
-    settings = replace(settings_for(tiny_model, corpus), cache_dtype=cache, fp8_scale=scale, loop=loop)
+    for name, seed in (("calibration", 0), ("eval", 1)):
+        tokens = torch.randint(0, 384, (4, 100), generator=torch.Generator().manual_seed(seed)).tolist()
+        lines = (json.dumps({"id": str(number), "token_ids": ids}) + "\n" for number, ids in enumerate(tokens))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    settings = settings_for(tiny_model, tmp_path / "eval.jsonl", train=4)
+    settings = replace(
+        settings, calibration=str(tmp_path / "calibration.jsonl"), cache_dtype=cache, fp8_scale=scale, loop=loop
+    )
     settings.check()
     result = rate.measure_rate(settings, tmp_path, lambda text: None)
     assert result["verified"] is True and result["chunks"] == 3
@@ -143,7 +149,7 @@ def test_every_cache_format_comes_back(
     assert result["raw_bytes"] == bits // 8 * result["scalars"]
     assert result["ratio"] == pytest.approx(bits / result["bits_per_scalar"])
     streams = (result["bits_k"] + result["bits_v"]) / 2
-    assert streams < bits and result["escapes"] < result["scalars"] / 50
+    assert streams < bits / 1.5 and result["escapes"] < result["scalars"] / 100
     shown = scale or ("tensor" if bits == 8 else None)
     assert result["settings"]["cache_dtype"] == cache and result["settings"]["fp8_scale"] == shown
     assert f"{cache} (scale: {shown}) cache" in dict(rate.rows(result))["predictor"] or shown is None
