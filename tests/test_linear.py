@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,13 +19,16 @@ from tests import codec_samples as samples
 from tests.test_predictor import agreement, cache_of, model, predictor_of
 
 CPU = torch.device("cpu")
+FASTER = exact._int8_kernel_is_faster
 
 
 @pytest.fixture(autouse=True)
 def unproven() -> Iterator[None]:
-    """What a test does to the kernel is not to be remembered."""
+    """What a test does to the kernel is not to be remembered, and it is used even where it is slow."""
     exact._int8_kernel_is_exact.cache_clear()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "_int8_kernel_is_faster", lambda device: True)
+        yield
     exact._int8_kernel_is_exact.cache_clear()
 
 
@@ -112,6 +116,18 @@ def test_a_bad_kernel_that_slipped_through_would_fail_the_known_answer(monkeypat
     monkeypatch.setattr(exact, "product_int8", lambda a, b: whole(a, b).clamp(-(2**14), 2**14).to(torch.int32))
     with pytest.raises(codec.errors.KnownAnswerMismatch):
         codec.check_known_answer(predictor, profile)
+
+
+@pytest.mark.parametrize("slow", ["int8", "float32"])
+def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    kernel, blocks = torch._int_mm, exact._float32_product
+
+    def late(a: Tensor, b: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return kernel(a, b) if slow == "int8" else blocks(a, b)
+
+    monkeypatch.setattr(torch if slow == "int8" else exact, "_int_mm" if slow == "int8" else "_float32_product", late)
+    assert FASTER.__wrapped__(CPU) is (slow == "float32")
 
 
 # ---------------------------------------------------------------- limbs
