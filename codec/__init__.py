@@ -32,10 +32,20 @@ from codec.joint_fit import LayerMoments
 from codec.joint_fit import fit as fit_layer
 from codec.joint_fit import merge as merge_moments
 from codec.keys import ROOT_DIGEST, chunk_keys, content_id, root_key
-from codec.predictor import Predictor, PredictorState, build_predictor
+from codec.predictor import (
+    CALIBRATED,
+    Predictor,
+    PredictorState,
+    Ranges,
+    build_pilot,
+    build_predictor,
+    fit_predictor,
+    measure_ranges,
+)
 from codec.profile import Profile
 
 __all__ = [
+    "CALIBRATED",
     "ROOT_DIGEST",
     "BlobHeader",
     "ChunkIdentity",
@@ -52,6 +62,8 @@ __all__ = [
     "Predictor",
     "PredictorState",
     "Profile",
+    "Ranges",
+    "build_pilot",
     "build_predictor",
     "calibrate_closed",
     "check_known_answer",
@@ -62,9 +74,11 @@ __all__ = [
     "encode",
     "encode_batch",
     "fit_layer",
+    "fit_predictor",
     "freeze",
     "freeze_closed",
     "measure",
+    "measure_ranges",
     "merge_moments",
     "read_header",
     "root_key",

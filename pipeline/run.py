@@ -108,6 +108,7 @@ def prepare(options: Options) -> Prepared:
         options.loop,
         hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else "",
         verify=Verify.parse(options.verify),
+        window=options.window,
     )
     root = root_key(
         target=target,

@@ -16,6 +16,7 @@ from pipeline.model_source import ModelSource
 from pipeline.options import Verify
 from pipeline.paths import predictor_path, profile_path
 from pipeline.plan import Prompt
+from pipeline.rung import Rung
 from pipeline.store import Store
 
 # What became of a chunk that a group needed.
@@ -42,6 +43,12 @@ class Job:
     predictor: bytes = b""
     profile: bytes = b""
     verify: Verify = ALL
+    window: int | None = None
+
+    @property
+    def rung(self) -> Rung:
+        """How its predictor is made."""
+        return Rung(self.predictor_kind, self.loop, self.window)
 
 
 @dataclass(frozen=True)

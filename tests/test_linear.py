@@ -14,6 +14,7 @@ from torch import Tensor
 
 import codec
 from codec import exact
+from codec.predictor import packed
 from codec.predictor.linear import FORMS, STORED_DTYPES, Inputs, Linear, quantise_weight
 from tests import codec_samples as samples
 from tests.test_predictor import agreement, cache_of, model, predictor_of
@@ -180,16 +181,28 @@ def test_quantise_int8_of_extreme_rows() -> None:
 def test_weights_are_quantised_a_channel_at_a_time(form: str) -> None:
     weight = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 4, 8)[:, None]
     weight[5] = 0
-    q, scale = quantise_weight(weight, form)
-    assert q.dtype == STORED_DTYPES[form] and torch.isfinite(scale).all() and (scale > 0).all()
+    q, scale = unpacked(weight, form)
+    assert (
+        quantise_weight(weight, form)["weight"].dtype == STORED_DTYPES[form]
+        and torch.isfinite(scale).all()
+        and (scale > 0).all()
+    )
     error = (q.double() * scale.double()[:, None] - weight.double()).abs().amax(1)
-    step = {"fp8": 1 / 27, "int16": 0.51 / 32639}.get(form, 0.51 / 127)
+    step = {"fp8": 1 / 27, "int16": 0.51 / 32639, "int4": 0.2, "mxfp4": 0.3}.get(form, 0.51 / 127)
     assert (error <= weight.double().abs().amax(1) * step).all()
+
+
+def unpacked(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """(integers as a Linear takes them, scales)"""
+    parts = quantise_weight(weight, form)
+    if "shift" in parts:
+        parts["weight"] = packed.unpack("w", form, parts["weight"], parts["shift"], weight.shape[1])
+    return parts["weight"], parts["scale"]
 
 
 def layer_error(form: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
     """RMS error of a layer relative to its output's RMS."""
-    q, scale = quantise_weight(weight, form)
+    q, scale = unpacked(weight, form)
     got = Linear(form, q, scale, bias)(Inputs(x)).double()
     want = x.double() @ weight.double().T
     want = want if bias is None else want + bias.double()
@@ -229,7 +242,7 @@ def test_rows_are_quantised_once_and_do_not_see_each_other() -> None:
     x = torch.randn(9, 33, generator=generator) * torch.logspace(-12, 12, 9)[:, None]
     weight = torch.randn(5, 33, generator=generator)
     for form in FORMS:
-        q, scale = quantise_weight(weight, form)
+        q, scale = unpacked(weight, form)
         layer = Linear(form, q, scale, None)
         inputs = Inputs(x)
         together = layer(inputs)

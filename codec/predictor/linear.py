@@ -5,14 +5,18 @@ A layer's input is quantised once for each format that asks for it, whatever the
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from codec import exact
+from codec.predictor import packed
 
-FORMS = ("fp8", "int8", "int8-a16", "int16")
-STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8-a16": torch.int8, "int16": torch.int16}
-_ACTIVATIONS = {"fp8": "fp8", "int8": "int8", "int8-a16": "int15", "int16": "int15"}
+FORMS = ("fp8", "int8", "int8-a16", "int16", "int4", "mxfp4")
+STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8-a16": torch.int8, "int16": torch.int16,
+                 "int4": torch.uint8, "mxfp4": torch.uint8}  # fmt: skip
+_ACTIVATIONS = {"fp8": "fp8", "int8": "int8", "int8-a16": "int15", "int16": "int15", "int4": "int8", "mxfp4": "int8"}
 _LIMB = 256.0
 
 
@@ -46,11 +50,13 @@ class Linear:
     """y = x Wᵀ + b, with scales that belong to a row of x or to an output channel.
 
     fp8: e4m3 weights and activations; int8: both int8; int8-a16: int8 weights, 15-bit activations; int16: 16-bit weights and
-    15-bit activations ("full precision"). What has more than 8 bits is summed in int8 limbs.
+    15-bit activations ("full precision"); int4, mxfp4: 4-bit weights spread to int8 (`packed`), int8 activations. What has more than
+    8 bits is summed in int8 limbs.
     """
 
     def __init__(self, form: str, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        """weight: as stored [out, in]; scale float32 [out]; bias float32 [out] or None; all on one device."""
+        """weight: as stored, or what `packed.unpack` made of it, [out, in]; scale float32 [out]; bias float32 [out] or None; all
+        on one device."""
         self.form, self.scale, self.bias = form, scale.to(torch.float64), bias
         if form == "fp8":
             # e4m3 values are bf16 values, and those convert faster.
@@ -59,6 +65,12 @@ class Linear:
             self._limbs = [limb.T for limb in exact.limbs(weight.to(torch.float32))]
         else:
             self._limbs = [weight.T]
+
+    def in_form(self, form: str) -> Linear:
+        """The same integer weights under activations of another form."""
+        other = copy.copy(self)
+        other.form = form
+        return other
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """float32 [R, out]"""
@@ -81,11 +93,14 @@ class Linear:
         return total
 
 
-def quantise_weight(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:  # exact: computed once and stored
-    """float32 [out, in] -> (weights as stored: float8_e4m3fn, int8 or int16; scale float32 [out], one an output channel)."""
+def quantise_weight(weight: Tensor, form: str) -> dict[str, Tensor]:  # exact: computed once and stored
+    """float32 [out, in] -> what is stored of it: `weight` in STORED_DTYPES, `scale` float32 [out], and for packed forms `shift`."""
+    if form in packed.FORMS:
+        nibbles, shift, scale = packed.quantise(weight, form)
+        return {"weight": nibbles, "shift": shift, "scale": scale}
     top = {"fp8": exact.E4M3_MAX, "int16": float(exact.ROW_MAX)}.get(form, 127.0)
     scale = (weight.abs().amax(1) / top).clamp_min(2.0**-100)
     q = (weight / scale[:, None]).clamp(-top, top)
     if form != "fp8":
         q = torch.round(q)
-    return q.to(STORED_DTYPES[form]).contiguous(), scale.contiguous()
+    return {"weight": q.to(STORED_DTYPES[form]).contiguous(), "scale": scale.contiguous()}

@@ -33,8 +33,9 @@ from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_els
 from jobs.bench.machine import available_cores, describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
 from pipeline.model_source import load_config, load_tokenizer, resolve_cache_format, resolve_model
-from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS, Options
+from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS, Options, check_window
 from pipeline.paths import blob_path, predictor_path, profile_path
+from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import Target, load_target
 from pipeline.target import context_length as context_length_of
@@ -51,6 +52,7 @@ class Settings:
     eval: str
     predictor: str = Options.predictor
     loop: str = Options.loop
+    window: int | None = None
     cache_dtype: str | None = None
     tokens: int = 1024
     train: int = 12
@@ -60,6 +62,7 @@ class Settings:
 
     def check(self) -> None:
         """Raise UserError for the first number that cannot be."""
+        check_window(self.window)
         for name in ("tokens", "train", "test", "chunk_tokens", "threads"):
             top = MAX_CHUNK_TOKENS if name == "chunk_tokens" else 2**31 - 1
             if not 1 <= getattr(self, name) <= top:
@@ -99,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LOOPS,
         help="whether the predictor sees decoded values (default: %(default)s)",
     )
+    add("--window", type=int, metavar="N", help="the predictor attends to the first tokens and the last N (default: all)")
     add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
     for name, text in (
         ("tokens", "tokens of a prompt; shorter prompts are skipped"),
@@ -122,9 +126,10 @@ def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures for people."""
     s, m, r = result["settings"], result["machine"], result
+    window = f" (window {s['window']})" if s["window"] else ""
     return [
         ("prompts", f"{s['test']} measured, {s['train']} for calibration, {s['tokens']:,} tokens each"),
-        ("predictor", f"{s['predictor']}, {s['loop']} loop, {s['cache_dtype']} cache, chunks of {s['chunk_tokens']}"),
+        ("predictor", f"{s['predictor']}{window}, {s['loop']} loop, {s['cache_dtype']} cache, chunks of {s['chunk_tokens']}"),
         ("bits a scalar", f"{r['bits_per_scalar']:.3f} (K {r['bits_k']:.3f}, V {r['bits_v']:.3f})"),
         (
             "ideal code length",
@@ -190,13 +195,11 @@ def calibrate(
 ) -> tuple[codec.Predictor, codec.Profile]:
     """Build predictor and profile, and put them into the store."""
     note("building the predictor")
-    fmt = target.cache_format
-    closed = settings.loop == "closed"
-    predictor = codec.build_predictor(
-        target.config, target.weights(), kind=settings.predictor, bf16=fmt == "bf16", exact_kv=closed
-    )
+    rung = Rung(settings.predictor, settings.loop, settings.window)
+    ranges = rung.ranges(target, prompts) if rung.calibrated else None
+    predictor = rung.build(target, ranges, prompts)
     store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
-    fit = _calibrate_closed if closed else _calibrate_open
+    fit = _calibrate_closed if settings.loop == "closed" else _calibrate_open
     profile = fit(settings, target, identity, predictor, prompts, note)
     store.put_new(profile_path(profile.id), profile.to_bytes())
     return predictor, profile
