@@ -38,7 +38,12 @@ def parser() -> argparse.ArgumentParser:
         choices=LOOPS,
         help="whether the predictor sees decoded values (default: %(default)s)",
     )
-    add("--window", type=int, metavar="N", help="the predictor attends to the first tokens and the last N (default: all)")
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="the predictor attends to the first tokens and the last N (default: all)",
+    )
     add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
     add("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk and a prefill step (default: 256)")
     add("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: some of the corpus)")

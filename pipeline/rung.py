@@ -46,4 +46,10 @@ class Rung:
         # On the CPU wherever the target is, so that the predictor is the same.
         tensors = {name: tensor.cpu() for name, tensor in target.weights().items()}
         bf16 = target.cache_format == "bf16"
-        return {"config": target.config, "tensors": tensors, "bf16": bf16, "exact_kv": self.loop == "closed", "window": self.window or 0}
+        return {
+            "config": target.config,
+            "tensors": tensors,
+            "bf16": bf16,
+            "exact_kv": self.loop == "closed",
+            "window": self.window or 0,
+        }

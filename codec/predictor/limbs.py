@@ -34,7 +34,9 @@ def budget(config: PredictorConfig, times: float = BUDGET) -> int:
     return int(times * (plain + rest)) - (mixed + rest)
 
 
-def sensitivities(predictor: Predictor, prompts: Sequence[Tensor]) -> Tensor:  # exact: computed once, the choice is stored
+def sensitivities(
+    predictor: Predictor, prompts: Sequence[Tensor]
+) -> Tensor:  # exact: computed once, the choice is stored
     """Mean squared error of a layer's output when one projection has one limb, relative to the state: float64 [layers, 5].
 
     predictor: an int8-a16; prompts: token ids, int64 [T] each; columns as in LIMBED. Each layer starts from an accurate state.

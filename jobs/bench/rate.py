@@ -102,7 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LOOPS,
         help="whether the predictor sees decoded values (default: %(default)s)",
     )
-    add("--window", type=int, metavar="N", help="the predictor attends to the first tokens and the last N (default: all)")
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="the predictor attends to the first tokens and the last N (default: all)",
+    )
     add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
     for name, text in (
         ("tokens", "tokens of a prompt; shorter prompts are skipped"),
@@ -129,7 +134,10 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     window = f" (window {s['window']})" if s["window"] else ""
     return [
         ("prompts", f"{s['test']} measured, {s['train']} for calibration, {s['tokens']:,} tokens each"),
-        ("predictor", f"{s['predictor']}{window}, {s['loop']} loop, {s['cache_dtype']} cache, chunks of {s['chunk_tokens']}"),
+        (
+            "predictor",
+            f"{s['predictor']}{window}, {s['loop']} loop, {s['cache_dtype']} cache, chunks of {s['chunk_tokens']}",
+        ),
         ("bits a scalar", f"{r['bits_per_scalar']:.3f} (K {r['bits_k']:.3f}, V {r['bits_v']:.3f})"),
         (
             "ideal code length",
