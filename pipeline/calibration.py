@@ -259,7 +259,9 @@ def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, 
 
 def _ranges(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> codec.Ranges:
     """A barrier: every actor measures a share of the samples. The largest values are the same in any order."""
-    found = ray.get([actor.ranges.remote(list(samples[i :: len(pool)])) for i, actor in enumerate(pool)])
+    found: list[codec.Ranges] = ray.get(
+        [actor.ranges.remote(list(samples[i :: len(pool)])) for i, actor in enumerate(pool)]
+    )
     return reduce(codec.Ranges.merge, found)
 
 

@@ -330,7 +330,8 @@ def test_malformed_packed_weights_are_refused(form: str) -> None:
         return t
 
     bad = [
-        with_tensors(predictor, layers__0__q__weight=changed(weight, 0, 8)), with_tensors(predictor, layers__0__q__weight=changed(weight, 3, 0x80)),
+        with_tensors(predictor, layers__0__q__weight=changed(weight, 0, 8)),
+        with_tensors(predictor, layers__0__q__weight=changed(weight, 3, 0x80)),
         with_tensors(predictor, layers__0__q__weight=changed(weight, 24, 1)),  # beyond 48 inputs
         with_tensors(predictor, layers__0__q__shift=changed(shift, 0, 4) if form == "mxfp4" else shift[:, :0]),
         with_tensors(predictor, layers__0__down__shift=changed(tensors["layers.0.down.shift"], 1, 0x10)),  # beyond 3 groups
