@@ -161,6 +161,28 @@ def test_layers_equal_integers(form: str, fallback: bool, rows: int, width: int,
     assert torch.equal(got, want.to(torch.float32))
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(1, 700), st.integers(0, 2**31))
+def test_whole_integers_in_float64_equal_limbs(rows: int, width: int, seed: int) -> None:
+    """The fast way of 16-bit weights where there is no int8 kernel."""
+    generator = torch.Generator().manual_seed(seed)
+    top = exact.ROW_MAX
+    weight = torch.randint(-top, top + 1, (5, width), generator=generator)
+    weight[:, ::3] = weight[:, ::3].sign() * top
+    x = torch.randn(rows, width, generator=generator)
+    layer = Linear(
+        "int16", weight.to(torch.int16), torch.rand(5, generator=generator), torch.randn(5, generator=generator)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "int8_kernel_serves", lambda device: False)
+        fast = layer(Inputs(x))
+        patch.setattr(layer, "_whole", None)
+        plain = layer(Inputs(x))
+        patch.setattr(exact, "int8_kernel_serves", lambda device: True)
+        assert torch.equal(layer(Inputs(x)), plain)
+    assert torch.equal(fast, plain)
+
+
 # ---------------------------------------------------------------- quantisers and layers
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 2**31), st.floats(-90, 90))

@@ -102,11 +102,14 @@ def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
         keys, values, key_scale, allowed = visible.block(first + begin, first + end)
         block = qi[:, :, begin:end].reshape(kv_heads, -1, dim)
         # Scaling by powers of two is exact.
-        scores = exact.product(block, keys) * key_scale
-        t = scores.to(torch.float32) * qs[:, :, begin:end].reshape(kv_heads, -1, 1)
-        t = t.clamp(-_SCORE_LIMIT, _SCORE_LIMIT)  # infinities would make NaNs, whose casts differ by processor
-        weights, norm = exact.weights_from_scores(t, allowed.repeat(groups, 1))
-        o = exact.product(weights, values) / norm * value_scale
+        scores = exact.product(block, keys).mul_(key_scale)
+        t = scores.to(torch.float32).mul_(qs[:, :, begin:end].reshape(kv_heads, -1, 1))
+        t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)  # infinities would make NaNs, whose casts differ by processor
+        # Before the block's own tokens all is allowed, unless there is a window.
+        masked = t if window else t[:, :, begin - end :]
+        masked.masked_fill_(~allowed[:, -masked.shape[2] :].repeat(groups, 1), -_SCORE_LIMIT)
+        weights, norm = exact.weights_from_scores(t, None)
+        o = exact.product(weights, values).div_(norm).mul_(value_scale)
         o = o.to(torch.float32).view(kv_heads, groups, end - begin, dim)
         out.append(o.permute(2, 0, 1, 3).reshape(end - begin, heads * dim))
     return torch.cat(out)

@@ -58,11 +58,13 @@ class Linear:
         """weight: as stored, or what `packed.unpack` made of it, [out, in]; scale float32 [out]; bias float32 [out] or None; all
         on one device."""
         self.form, self.scale, self.bias = form, scale.to(torch.float64), bias
+        self._whole: Tensor | None = None  # 16-bit weights for a float64 product, which is exact: 15 + 15 + 18 bits
         if form == "fp8":
             # e4m3 values are bf16 values, and those convert faster.
             self._limbs = [weight.to(torch.float32).to(torch.bfloat16)]
         elif form == "int16":
             self._limbs = [limb.T for limb in exact.limbs(weight.to(torch.float32))]
+            self._whole = weight
         else:
             self._limbs = [weight.T]
 
@@ -77,9 +79,11 @@ class Linear:
         rows, scale = inputs.quantised(_ACTIVATIONS[self.form])
         if self.form == "fp8":
             total = exact.product(rows[0], self._limbs[0].to(torch.float32).to(torch.float64).T)
+        elif self._whole is not None and not exact.int8_kernel_serves(self.scale.device):
+            total = exact.product(whole(rows), self._whole.to(torch.float64).T)
         else:
             total = self._integer_product(rows)
-        y = (total * scale.to(torch.float64) * self.scale).to(torch.float32)
+        y = total.mul_(scale.to(torch.float64)).mul_(self.scale).to(torch.float32)
         return y if self.bias is None else y + self.bias
 
     def _integer_product(self, rows: list[Tensor]) -> Tensor:
@@ -87,10 +91,18 @@ class Linear:
         total: Tensor | None = None
         for i, a in enumerate(rows):
             for j, w in enumerate(self._limbs):
-                part = exact.product_int8(a, w).to(torch.float64) * _LIMB ** (i + j)  # exact: a power of two
-                total = part if total is None else total + part
+                part = exact.product_int8(a, w).to(torch.float64)
+                if i + j:
+                    part.mul_(_LIMB ** (i + j))  # exact: a power of two
+                total = part if total is None else total.add_(part)
         assert total is not None
         return total
+
+
+def whole(limbs: list[Tensor]) -> Tensor:
+    """int8 limbs, low first, as the float64 integers they stand for."""
+    low, high = (limb.to(torch.float64) for limb in limbs)
+    return high.mul_(_LIMB).add_(low)
 
 
 def quantise_weight(weight: Tensor, form: str) -> dict[str, Tensor]:  # exact: computed once and stored
