@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from codec.errors import PredictorError, UnsupportedFormat, UserError
-from codec.predictor.config import KINDS, LIMBED, PredictorConfig, check_family, from_hf, head_dim
+from codec.predictor.config import KINDS, LIMBED, SMOOTHED, PredictorConfig, check_family, from_hf, head_dim
 from codec.predictor.decoder import Predictor
 from codec.predictor.limbs import choose_limbs, products
 from codec.predictor.linear import quantise_weight
@@ -40,9 +40,9 @@ def build_predictor(
 
     config: the Hugging Face config as a dict; tensors: its weights under their Hugging Face names, any float dtype;
     bf16: whether the target runs in bf16 (it then rounds cos and sin so); exact_kv: keep the K and V projections in full precision
-    (for the closed loop); ranges: smooth the activations by these; limbs: int32 [layers, 5] for int8-mixed (`fit.choose_limbs`),
-    without which the inputs of `down`, then of `o` and `q`, get the second limbs that the budget allows; window: tokens that attention
-    sees besides the first few, 0 for all. Raises UnsupportedArchitecture, UserError.
+    (for the closed loop); ranges: smooth the activations by these, where the rung gains by it; limbs: int32 [layers, 5] for int8-mixed
+    (`limbs.choose_limbs`), without which the inputs of `down`, then of `o` and `q`, get the second limbs that the budget allows;
+    window: tokens that attention sees besides the first few, 0 for all. Raises UnsupportedArchitecture, UserError.
     """
     if kind not in KINDS:
         raise UnsupportedFormat(f"Predictor '{kind}' is unknown; supported are: {', '.join(KINDS)}.")
@@ -60,7 +60,7 @@ def build_predictor(
     for layer in range(shape.layers):
         source = f"model.layers.{layer}."
         weights = _layer_weights(tensors, source)
-        if ranges is not None and kind != "fp8":
+        if ranges is not None and kind in SMOOTHED:
             weights = smooth_layer(weights, ranges, layer, exact_kv)
         out |= {f"layers.{layer}.{name}": tensor for name, tensor in _quantised(weights, shape).items()}
         exponents.append(_value_exponents(tensors, source, shape.kv_heads))

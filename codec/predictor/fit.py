@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from codec.predictor.build import build_predictor
+from codec.predictor.config import SMOOTHED
 from codec.predictor.decoder import Predictor
 from codec.predictor.limbs import choose_limbs, sensitivities
 from codec.predictor.ranges import Ranges
 
-CALIBRATED = ("int8", "int8-mixed", "int8-a16", "int4", "mxfp4")  # rungs that ranges make better
+CALIBRATED = SMOOTHED  # rungs that want ranges; others make nothing of them
 
 
 def build_pilot(
