@@ -9,7 +9,7 @@ from codec.calibrate import (
     ClosedCalibration,
     Moments,
     calibrate_closed,
-    check_known_answer,
+    fit_layers,
     freeze,
     freeze_closed,
     measure,
@@ -27,11 +27,10 @@ from codec.chunk import (
     encode,
     encode_batch,
 )
-from codec.closed_loop import JointLayer
 from codec.joint_fit import LayerMoments
-from codec.joint_fit import fit as fit_layer
-from codec.joint_fit import merge as merge_moments
+from codec.joint_model import JointLayer
 from codec.keys import ROOT_DIGEST, chunk_keys, content_id, root_key
+from codec.known_answer import check_known_answer
 from codec.predictor import (
     CALIBRATED,
     Predictor,
@@ -43,11 +42,13 @@ from codec.predictor import (
     measure_ranges,
 )
 from codec.profile import Profile
+from codec.scales import CacheScales
 
 __all__ = [
     "CALIBRATED",
     "ROOT_DIGEST",
     "BlobHeader",
+    "CacheScales",
     "ChunkIdentity",
     "ChunkStats",
     "ClosedCalibration",
@@ -73,13 +74,12 @@ __all__ = [
     "decode_batch",
     "encode",
     "encode_batch",
-    "fit_layer",
+    "fit_layers",
     "fit_predictor",
     "freeze",
     "freeze_closed",
     "measure",
     "measure_ranges",
-    "merge_moments",
     "read_header",
     "root_key",
 ]

@@ -19,10 +19,11 @@ MAX_TENSOR_BYTES = 1 << 40
 _PREFIX = struct.Struct("<8sHHI")  # magic, version, flags, header length
 _FIXED = struct.Struct(
     "<32s32s32s32s16sQIHBB"
-)  # target, predictor, profile, key, parent, first token, tokens, layers, format, scales
+)  # target, predictor, profile, key, parent, first token, tokens, layers, format, scale code
 _LAYER = struct.Struct("<HHHHQQ16s16s")  # kv_heads, K dim, V dim, 0, K bytes, V bytes, K checksum, V checksum
-_SCALE = struct.Struct("<f")
-MAX_HEADER = _PREFIX.size + _FIXED.size + MAX_LAYERS * _LAYER.size + 255 * _SCALE.size + 16
+_SCALE_BYTES = 4
+MAX_SCALES = 1 << 20
+MAX_HEADER = _PREFIX.size + _FIXED.size + MAX_LAYERS * _LAYER.size + MAX_SCALES * _SCALE_BYTES + 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class BlobHeader:
     tokens: int
     format: NumberFormat
     layers: tuple[LayerHeader, ...]
-    scales: tuple[float, ...] = ()
+    scales: tuple[
+        float, ...
+    ] = ()  # of an FP8 cache, layer by layer K's, then V's: one each, or one a head; none if all are 1
     header_bytes: int = field(default=0, compare=False)
 
     @property
@@ -64,9 +67,9 @@ def pack(header: BlobHeader, streams: Sequence[tuple[bytes, bytes]]) -> bytes:
     """Header and (K, V) bitstreams of every layer to a blob."""
     body = _FIXED.pack(
         header.target, header.predictor, header.profile, header.prefix_key, header.parent_digest, header.first_token, header.tokens,
-        len(header.layers), header.format.code, len(header.scales),
+        len(header.layers), header.format.code, _scale_code(len(header.scales), header.layers),
     )  # fmt: skip
-    body += b"".join(_SCALE.pack(s) for s in header.scales)
+    body += struct.pack(f"<{len(header.scales)}f", *header.scales)
     for layer, (k, v) in zip(header.layers, streams, strict=True):
         body += _LAYER.pack(
             layer.kv_heads, layer.key_dim, layer.value_dim, 0, len(k), len(v), layer.key_checksum, layer.value_checksum
@@ -100,16 +103,16 @@ def read_header(blob: bytes) -> BlobHeader:
 
 
 def _parse(blob: bytes, flags: int, length: int) -> BlobHeader:
-    target, predictor, profile, key, parent, first, tokens, layers, code, scales = _FIXED.unpack_from(
+    target, predictor, profile, key, parent, first, tokens, layers, code, scale_code = _FIXED.unpack_from(
         blob, _PREFIX.size
     )
     fmt = format_by_code(code)
-    want = _PREFIX.size + _FIXED.size + scales * _SCALE.size + layers * _LAYER.size + 16
+    scales, odd = divmod(length - _PREFIX.size - _FIXED.size - layers * _LAYER.size - 16, _SCALE_BYTES)
     if (
         flags
-        or scales
         or fmt is None
-        or length != want
+        or odd
+        or not 0 <= scales <= (MAX_SCALES if fmt.coarse else 0)
         or not 1 <= layers <= MAX_LAYERS
         or not 1 <= tokens <= MAX_TOKENS
     ):
@@ -117,15 +120,25 @@ def _parse(blob: bytes, flags: int, length: int) -> BlobHeader:
             f"The blob's header contradicts itself (flags {flags}, format {code}, {layers} layers, {tokens} tokens, {length} bytes)."
         )
     at = _PREFIX.size + _FIXED.size
-    factors = tuple(_SCALE.unpack_from(blob, at + i * _SCALE.size)[0] for i in range(scales))
-    at += scales * _SCALE.size
+    factors = struct.unpack_from(f"<{scales}f", blob, at)
+    at += scales * _SCALE_BYTES
     rows = []
     for i in range(layers):
         heads, kd, vd, zero, kb, vb, kc, vc = _LAYER.unpack_from(blob, at + i * _LAYER.size)
         if zero or not (1 <= heads <= MAX_DIM and kd <= MAX_DIM and vd <= MAX_DIM) or max(kb, vb) > MAX_TENSOR_BYTES:
             raise errors.MalformedHeader(f"The blob's header is malformed at layer {i}.")
         rows.append(LayerHeader(heads, kd, vd, kb, vb, kc, vc))
+    if scale_code != _scale_code(scales, rows):
+        raise errors.MalformedHeader(
+            f"The blob's header has {scales} scales, which its scale code {scale_code} does not mean."
+        )
     return BlobHeader(target, predictor, profile, key, parent, first, tokens, fmt, tuple(rows), factors, length)
+
+
+def _scale_code(scales: int, rows: Sequence[LayerHeader]) -> int:
+    """0: no scales; 1: one for each K and each V; 2: one for each of their heads; 255: no such number of them."""
+    tensors, heads = 2 * len(rows), 2 * sum(row.kv_heads for row in rows)
+    return {0: 0, heads: 2, tensors: 1}.get(scales, 255)
 
 
 def streams(blob: bytes, header: BlobHeader) -> list[tuple[bytes, bytes]]:

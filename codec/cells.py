@@ -129,7 +129,7 @@ def edge_table(fmt: NumberFormat) -> Ints:
     log_binade = np.where(m > one, (m - one) >> fmt.mantissa, 0)
     value = np.where(m > one, (one + ((m - one) & (one - 1))) << log_binade, m)
     below = value - 1  # the spacing just below: that of the binade that holds value - 1 grid step
-    exponent = np.array([max(int(v).bit_length() - 1, 0) for v in below], dtype=np.int64)
+    exponent = np.array([int(v).bit_length() - 1 for v in below], dtype=np.int64)
     # spacing = 2**(exponent - mantissa) grid steps; half of it in units of 2**-FRACTION, dropped where finer than a unit
     shift = exponent - fmt.mantissa - 1 + FRACTION
     half = np.where(shift >= 0, np.int64(1) << np.maximum(shift, 0), 0)

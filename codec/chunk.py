@@ -133,12 +133,14 @@ def encode_batch(
     sums = [checksums.layer_checksums(t.truth, fmt) for t in tasks]
     books = [_Book() for _ in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
+    carries: list[object] = [None] * len(tasks)
     for layer in range(c.layers):
         guesses = run.guess(layer)
         coded = [
-            profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal)
-            for task, guess, turn in zip(tasks, guesses, run.turns(), strict=True)
+            profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal, carry)
+            for task, guess, turn, carry in zip(tasks, guesses, run.turns(), carries, strict=True)
         ]
+        carries = [part.next.carry for part in coded]
         for book, part in zip(books, coded, strict=True):
             book.add(part)
         if layer < c.layers - 1:
@@ -155,12 +157,14 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     streams = [blobs.streams(t.blob, h) for t, h in zip(tasks, headers, strict=True)]
     out: list[Layers] = [[] for _ in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
+    carries: list[object] = [None] * len(tasks)
     for layer in range(predictor.config.layers):
         guesses = run.guess(layer)
         parts = [
-            profile.loop_codec.decode(layer, stream[layer], guess, turn)
-            for stream, guess, turn in zip(streams, guesses, run.turns(), strict=True)
+            profile.loop_codec.decode(layer, stream[layer], guess, turn, carry)
+            for stream, guess, turn, carry in zip(streams, guesses, run.turns(), carries, strict=True)
         ]
+        carries = [part.next.carry for part in parts]
         for header, part, layers in zip(headers, parts, out, strict=True):
             layers.append(_checked(layer, part, header, profile.format))
         if layer < predictor.config.layers - 1:
@@ -225,6 +229,7 @@ def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Boo
         len(task.token_ids),
         profile.format,
         rows,
+        () if profile.scales is None else profile.scales.listed(),
     )
     data = blobs.pack(header, book.streams)
     bytes_k, bytes_v = sum(len(k) for k, _ in book.streams), sum(len(v) for _, v in book.streams)
@@ -284,6 +289,10 @@ def _check_blob(predictor: Predictor, profile: Profile, task: DecodeTask) -> blo
             raise error(
                 f"Blob {key}: its {what} is {got.hex()[:16]} where {expected.hex()[:16]} is needed; it must not be decoded here."
             )
+    if header.scales != (() if profile.scales is None else profile.scales.listed()):
+        raise errors.WrongProfile(
+            f"Blob {key}: its cache has other scales than the profile's; it must not be decoded here."
+        )
     c = predictor.config
     shape = (c.layers, len(task.token_ids), task.state.length, want.first_token, profile.format)
     if (len(header.layers), header.tokens, header.first_token, header.first_token, header.format) != shape or any(

@@ -5,6 +5,7 @@ floor(cumulative(p) * scale) + index with scale = (2**24 - symbols) / sum(p); ro
 exactly 1, so the frequencies are p + 1, whatever the machine. A tensor is coded in slices of SLICE scalars, each in stages:
 
     block of the window (or escape) | cell of the block | raw bits | binade and offset of cell 0 | whole pattern of escapes
+    | of a format wider than what is modelled, the bits below
 
 The bitstream is the coder's 32-bit words, little-endian. ANS is a stack: the encoder pushes everything in reverse.
 """
@@ -136,17 +137,18 @@ def _encode_part(
     coder: Encoder, patterns: Ints, where: Placement, group: int, model: CellModel, fmt: NumberFormat
 ) -> int:
     """Stage flat scalars, group after group of `group` scalars; each group goes through all stages before the next begins."""
-    n, codable = cells.cell_of(patterns, where.grid, fmt)
+    coded, rest = fmt.split(patterns)
+    n, codable = cells.cell_of(coded, where.grid, fmt)
     symbol = n - where.start
     inside = codable & (symbol >= 0) & (symbol < WINDOW)
     kept = where.rows(inside)
-    n, kept_symbol, ordinal = n[inside], symbol[inside], patterns[inside] & ((1 << (fmt.bits - 1)) - 1)
+    n, kept_symbol, ordinal = n[inside], symbol[inside], coded[inside] & ((1 << (fmt.bits - 1)) - 1)
     bits = cells.raw_bits(n, fmt)
     coarse, zero = bits > 0, (n == 0) | (n == -1)
     sizes = np.int64(1) << bits[coarse]
     grid = kept.grid[zero]
     binade, offset = cells.zero_cell(ordinal[zero], grid, fmt)
-    escaped = patterns[~inside]
+    escaped = coded[~inside]
     stages: list[tuple[Ints, Freqs | Ints, Ints]] = [  # symbols, parameters, and where each group ends among them
         (np.where(inside, symbol // BLOCK, BLOCKS), model.block_frequencies(where), _ends(np.ones_like(inside), group)),
         (kept_symbol % BLOCK, model.cell_frequencies(kept, kept_symbol // BLOCK), _ends(inside, group)),
@@ -155,6 +157,8 @@ def _encode_part(
         (offset, cells.zero_cell_sizes(binade, grid, fmt), _ends(_spread(inside, zero), group)),
         (escaped, np.full(len(escaped), 1 << fmt.bits), _ends(~inside, group)),
     ]
+    if fmt.raw:
+        stages.append((rest, np.full(len(rest), 1 << fmt.raw), _ends(np.ones_like(inside), group)))
     for g in range(len(patterns) // group):
         for symbols, parameters, ends in stages:
             part = slice(int(ends[g]), int(ends[g + 1]))
@@ -176,7 +180,10 @@ def _spread(outer: NDArray[np.bool_], inner: NDArray[np.bool_]) -> NDArray[np.bo
 
 
 def _decode_part(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
-    return (_decode_part_reference if model.reference else _decode_part_fast)(coder, where, model, fmt)
+    coded = (_decode_part_reference if model.reference else _decode_part_fast)(coder, where, model, fmt)
+    if not fmt.raw:
+        return coded
+    return fmt.join(coded, coder.uniform(np.full(len(coded), 1 << fmt.raw)))
 
 
 def _decode_part_fast(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:

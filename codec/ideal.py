@@ -21,15 +21,18 @@ def ideal_bits(patterns: Ints, guess: Tensor, sigma: NDArray[np.float64], fmt: N
     patterns of any shape; guess, float32 or float64, of that shape; sigma broadcastable to it. NaNs and infinities count for
     an escape of 32 bits.
     """
-    ordinal = patterns & ((1 << (fmt.bits - 1)) - 1)
-    finite = ordinal < fmt.first_nonfinite
+    sign_bit = fmt.item_bits - 1
+    ordinal, last = patterns & ((1 << sign_bit) - 1), (fmt.first_nonfinite << fmt.raw) - 1
+    finite = ordinal <= last
     o = np.where(finite, ordinal, 0)
     value = _magnitude(o, fmt)
-    above = (_magnitude(np.minimum(o + 1, fmt.first_nonfinite - 1), fmt) + value) / 2
+    above = (_magnitude(np.minimum(o + 1, last), fmt) + value) / 2
+    if fmt.coarse:  # whatever is larger was saturated
+        above = torch.where(torch.from_numpy(o == last), torch.full_like(above, math.inf), above)
     below = torch.where(
         torch.from_numpy(o > 0), (_magnitude(np.maximum(o - 1, 0), fmt) + value) / 2, torch.zeros_like(value)
     )
-    sign = torch.from_numpy(np.where(patterns >> (fmt.bits - 1) == 1, -1.0, 1.0))
+    sign = torch.from_numpy(np.where(patterns >> sign_bit == 1, -1.0, 1.0))
     deviation = torch.from_numpy(np.array(np.broadcast_to(sigma, patterns.shape)))
     mean = guess.cpu().double()
     a, b = (below * sign - mean) / deviation, (above * sign - mean) / deviation
@@ -42,4 +45,4 @@ def ideal_bits(patterns: Ints, guess: Tensor, sigma: NDArray[np.float64], fmt: N
 
 
 def _magnitude(ordinal: Ints, fmt: NumberFormat) -> Tensor:
-    return fmt.tensor(ordinal).double()
+    return torch.from_numpy(fmt.values(ordinal))

@@ -11,23 +11,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from codec.entropy import decode_tensor, encode_tensor
 from codec.formats import NumberFormat
 from codec.ideal import ideal_bits
 from codec.predictor import Run
-from codec.residual import CellModel, ChannelScales, place
+from codec.residual import CellModel, ChannelScales, place_values
 
 Pair = tuple[Tensor, Tensor]  # K and V, [kv_heads, tokens, head_dim] each; or cos and sin
 
 
 @dataclass(frozen=True)
 class Next:
-    """What the predictor goes on with: K and V to attend to, finite float32; a correction of its hidden state or None."""
+    """What the predictor goes on with: K and V to attend to, finite float32; a correction of its hidden state or None.
+
+    carry: what this layer tells the residual model of the next one of the same chunk, a loop's own affair.
+    """
 
     attend: Pair
     correction: Tensor | None = None
+    carry: object = None
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,12 @@ class DecodedLayer:
 class LoopCodec(Protocol):
     """Codes layers of one profile. `turn` is cos and sin of the tokens' RoPE angles, float32 [tokens, rotated dims / 2]."""
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool) -> CodedLayer:
-        """Code the true K and V of a layer."""
+    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
+        """Code the true K and V of a layer; `carry` is that of the layer before."""
 
-    def decode(self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair) -> DecodedLayer:
+    def decode(
+        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
+    ) -> DecodedLayer:
         """The inverse; raises CorruptBlob."""
 
 
@@ -68,27 +76,42 @@ class OpenLoop:
     """The method as published: one scale for each K or V, head and channel."""
 
     def __init__(
-        self, scales: Sequence[tuple[ChannelScales, ChannelScales]], model: CellModel, fmt: NumberFormat
+        self,
+        scales: Sequence[tuple[ChannelScales, ChannelScales]],
+        model: CellModel,
+        fmt: NumberFormat,
+        cache_scales: NDArray[np.float64] | None = None,
     ) -> None:
+        """cache_scales: float64 [layers, 2, kv_heads] of an FP8 cache; `scales` are then in units of them."""
         self._scales, self._model, self._fmt = scales, model, fmt
+        self._cache_scales = cache_scales
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool) -> CodedLayer:
+    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
         """See LoopCodec."""
         streams, floors, escapes = [], [], 0
-        for values, mean, scales in zip(truth, guess, self._scales[layer], strict=True):
-            patterns = self._fmt.patterns(values)
-            stream, escaped = encode_tensor(
-                patterns.reshape(-1), place(mean, scales, self._fmt), self._model, self._fmt
-            )
+        for side, (values, scales) in enumerate(zip(truth, self._scales[layer], strict=True)):
+            patterns, mean = self._fmt.patterns(values), self._mean(layer, side, guess)
+            where = place_values(mean, scales, self._fmt).flat()
+            stream, escaped = encode_tensor(patterns.reshape(-1), where, self._model, self._fmt)
             streams.append(stream)
-            floors.append(ideal_bits(patterns, mean, scales.sigma(), self._fmt) if ideal else 0.0)
+            floors.append(ideal_bits(patterns, torch.from_numpy(mean), scales.sigma(), self._fmt) if ideal else 0.0)
             escapes += escaped
         return CodedLayer((streams[0], streams[1]), (floors[0], floors[1]), escapes, Next(guess))
 
-    def decode(self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair) -> DecodedLayer:
+    def decode(
+        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
+    ) -> DecodedLayer:
         """See LoopCodec."""
         values = []
-        for stream, mean, scales in zip(streams, guess, self._scales[layer], strict=True):
-            patterns = decode_tensor(stream, place(mean, scales, self._fmt), self._model, self._fmt)
-            values.append(self._fmt.tensor(np.ascontiguousarray(patterns)).view(tuple(mean.shape)))
+        for side, (stream, scales) in enumerate(zip(streams, self._scales[layer], strict=True)):
+            mean = self._mean(layer, side, guess)
+            patterns = decode_tensor(stream, place_values(mean, scales, self._fmt).flat(), self._model, self._fmt)
+            values.append(self._fmt.tensor(np.ascontiguousarray(patterns)).view(mean.shape))
         return DecodedLayer((values[0], values[1]), Next(guess))
+
+    def _mean(self, layer: int, side: int, guess: Pair) -> NDArray[np.float64]:
+        """The guess of K (side 0) or V (1) in the units that are stored: [kv_heads, tokens, head_dim]."""
+        mean: NDArray[np.float64] = guess[side].cpu().double().numpy()
+        if self._cache_scales is not None:
+            mean = mean / self._cache_scales[layer, side][:, None, None]
+        return mean

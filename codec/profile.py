@@ -4,8 +4,10 @@ Stored as safetensors with one metadata entry, `profile`: canonical JSON. Its id
 tensors it holds depends on the loop; `table` (int64) is the cumulative normal distribution of codec.residual in both.
 
     open    grid int16, reciprocal int32  [layers, 2 (K, V), kv_heads, head_dim]
-    closed  step, unit int8 [layers, N]; coefficient int16 [layers, N (N - 1) / 2] (rows of the lower triangle); sigma float32
-            [layers, N]; inside float32 [layers, P]; gain int16 [layers, M, N]; gain_unit int8 [layers, M]  (codec.closed_loop)
+    closed  step, unit int8 [layers, N]; coefficient int16 [layers, N (N - 1) / 2] (rows of the lower triangle); bias, sigma float32
+            [layers, N]; inside float32 [layers, P]; gain int16 [layers, M, N]; gain_unit int8 [layers, M]; where the model looks
+            back also given int16 [layers, N, G], given_unit int8 [layers, N]  (codec.joint_model)
+    of an FP8 cache also scales float32 [layers, 2, kv_heads]; in the closed loop density int64 (codec.bins)
 """
 
 from __future__ import annotations
@@ -13,23 +15,27 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from codec.cells import Ints
-from codec.closed_loop import ClosedLoop, JointLayer
+from codec.bins import Bins
+from codec.closed_loop import ClosedLoop
 from codec.entropy import BACKEND
-from codec.errors import ProfileError
+from codec.errors import DataError, ProfileError
 from codec.formats import NumberFormat, number_format
+from codec.joint_model import JointLayer
 from codec.keys import content_id
 from codec.loop import LoopCodec, OpenLoop
 from codec.residual import TABLE_BITS, TABLE_REACH, CellModel, ChannelScales, grid_limit
+from codec.scales import SCALE_MODES, CacheScales
 
 PROFILE_VERSION = 1
 MAX_PROFILE_BYTES = 4 << 30
+MAX_HISTORY = 4
 LOOPS = ("open", "closed")
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -49,6 +55,8 @@ class ProfileFacts:
     head_dim: int
     rope_dim: int
     calibration_tokens: int
+    history: int = 0  # layers back that joint models look
+    scale_mode: str = ""  # of an FP8 cache: see codec.scales
     known_answer: str = ""
     coder: str = BACKEND
     version: int = PROFILE_VERSION
@@ -97,13 +105,27 @@ class Profile:
         return CellModel(self.tensors["table"].astype(np.int64), self.format)
 
     @cached_property
+    def scales(self) -> CacheScales | None:
+        """The scales of an FP8 cache, or None."""
+        values = self.tensors.get("scales")
+        return None if values is None else CacheScales(self.facts.scale_mode, values.astype(np.float32))
+
+    @cached_property
     def loop_codec(self) -> LoopCodec:
         """What codes layers under this profile."""
+        factors = None if self.scales is None else self.scales.values.astype(np.float64)
         if self.loop == "closed":
             layers = [self._joint_layer(i) for i in range(self.facts.layers)]
-            return ClosedLoop(layers, self.facts.rope_dim, self.model, self.format)
+            bins = None
+            if self.format.coarse:
+                table, density = (self.tensors[name].astype(np.int64) for name in ("table", "density"))
+                bins = Bins(table, density, self.format)
+            history = self.facts.history
+            return ClosedLoop(
+                layers, self.facts.rope_dim, self.model, self.format, history=history, scales=factors, bins=bins
+            )
         scales = [(self._scales(i, 0), self._scales(i, 1)) for i in range(self.facts.layers)]
-        return OpenLoop(scales, self.model, self.format)
+        return OpenLoop(scales, self.model, self.format, factors)
 
     def _scales(self, layer: int, tensor: int) -> ChannelScales:
         grid, reciprocal = (self.tensors[n][layer, tensor].astype(np.int64)[:, None, :] for n in ("grid", "reciprocal"))
@@ -114,10 +136,12 @@ class Profile:
         n = t["step"].shape[1]
         coefficient = np.zeros((n, n), np.int16)
         coefficient[np.tril_indices(n, -1)] = t["coefficient"][i]
-        integers: dict[str, Ints] = {k: t[k][i].astype(np.int64) for k in ("step", "unit", "gain_unit")}
-        return JointLayer(
-            coefficient=coefficient, sigma=t["sigma"][i], inside=t["inside"][i], gain=t["gain"][i], **integers
-        )
+        integers: dict[str, Any] = {k: t[k][i].astype(np.int64) for k in ("step", "unit", "gain_unit")}
+        stored: dict[str, Any] = {k: t[k][i] for k in ("bias", "sigma", "inside", "gain")}
+        given, given_unit = np.zeros((n, 0), np.int16), np.zeros(n, np.int64)
+        if self.facts.history:
+            given, given_unit = t["given"][i], t["given_unit"][i].astype(np.int64)
+        return JointLayer(coefficient=coefficient, given=given, given_unit=given_unit, **(stored | integers))
 
     def to_bytes(self) -> bytes:
         """Canonical bytes."""
@@ -167,13 +191,11 @@ class Profile:
         numbers = (f.prefill_tokens, f.layers, f.hidden, f.kv_heads, f.head_dim, f.rope_dim, f.calibration_tokens)
         if any(type(x) is not int or x < 1 for x in numbers) or f.rope_dim % 2 or f.rope_dim > f.head_dim:
             raise ProfileError("The profile's shapes are malformed; it is corrupt or of another version.")
-        if self.tensors.keys() != self._layout().keys() | {"table"}:
-            raise ProfileError("The profile has other tensors than its loop needs.")
         ids = ((f.target, 32), (f.predictor, 32), (f.known_answer, 16))
         if any(len(bytes.fromhex(text)) != size for text, size in ids if text or size == 32):
             raise ProfileError("The profile's ids are malformed; it is corrupt or of another version.")
         self._check_facts()
-        table = self.tensors["table"]
+        table = self.tensors.get("table", np.zeros(0))
         if table.shape != (2 * TABLE_REACH + 1,) or table.dtype != np.int64 or not _is_distribution(table):
             raise ProfileError("The profile's table of probabilities is malformed.")
         layout = self._layout()
@@ -186,23 +208,36 @@ class Profile:
                     f"The profile's tensor '{name}' is {got.dtype} {got.shape}; it must be {dtype} {shape}."
                 )
         (self._check_open if f.loop == "open" else self._check_closed)()
+        if self.format.coarse:
+            self._check_coarse()
 
     def _check_facts(self) -> None:
         f = self.facts
         sizes = (f.layers, f.hidden, f.kv_heads, f.head_dim, f.rope_dim, f.prefill_tokens, f.calibration_tokens)
         if any(type(n) is not int or n < 1 for n in sizes) or f.rope_dim > f.head_dim or f.rope_dim % 2:
             raise ProfileError("The profile's sizes are no positive numbers or contradict each other.")
+        if type(f.history) is not int or not 0 <= f.history <= MAX_HISTORY or (f.history and f.loop != "closed"):
+            raise ProfileError(f"The profile looks back {f.history!r} layers; this release knows 0 to {MAX_HISTORY}.")
+        if (f.scale_mode in SCALE_MODES) != self.format.coarse or (not self.format.coarse and f.scale_mode != ""):
+            raise ProfileError(f"The profile's scale mode '{f.scale_mode}' does not fit a {f.cache_format} cache.")
 
     def _layout(self) -> dict[str, tuple[tuple[int, ...], type]]:
-        f = self.facts
+        f, more = self.facts, dict[str, tuple[tuple[int, ...], type]]()
+        if self.format.coarse:
+            more["scales"] = ((f.layers, 2, f.kv_heads), np.float32)
+            if f.loop == "closed":
+                more["density"] = ((2 * TABLE_REACH + 1,), np.int64)
         if f.loop == "open":
             shape = (f.layers, 2, f.kv_heads, f.head_dim)
-            return {"grid": (shape, np.int16), "reciprocal": (shape, np.int32)}
+            return {"grid": (shape, np.int16), "reciprocal": (shape, np.int32), **more}
         n = 2 * f.kv_heads * f.head_dim
-        return {
+        if f.history:
+            more |= {"given": ((f.layers, n, f.history * n), np.int16), "given_unit": ((f.layers, n), np.int8)}
+        return more | {
             "step": ((f.layers, n), np.int8),
             "unit": ((f.layers, n), np.int8),
             "coefficient": ((f.layers, n * (n - 1) // 2), np.int16),
+            "bias": ((f.layers, n), np.float32),
             "sigma": ((f.layers, n), np.float32),
             "inside": ((f.layers, n // 4), np.float32),
             "gain": ((f.layers, f.hidden, n), np.int16),
@@ -217,7 +252,7 @@ class Profile:
             raise ProfileError("The profile's reciprocals are out of range.")
 
     def _check_closed(self) -> None:
-        for name in ("sigma", "inside"):
+        for name in ("bias", "sigma", "inside"):
             if not bool(np.isfinite(self.tensors[name]).all()) or float(np.abs(self.tensors[name]).max()) > 2.0**60:
                 raise ProfileError(f"The profile's tensor '{name}' is out of range.")
         if float(self.tensors["sigma"].min()) < 2.0**-30:
@@ -226,6 +261,16 @@ class Profile:
         second = np.arange(n // 2 + 1, n, 2)  # row j of the triangle ends at j (j + 1) / 2; its last is (j, j - 1)
         if bool(self.tensors["coefficient"][:, second * (second + 1) // 2 - 1].any()):
             raise ProfileError("The profile has a coefficient between the two channels of a pair.")
+
+    def _check_coarse(self) -> None:
+        density = self.tensors.get("density", np.zeros(1, np.int64))
+        if int(density.min()) < 0 or int(density.max()) > 1 << TABLE_BITS:
+            raise ProfileError("The profile's table of densities is malformed.")
+        assert self.scales is not None
+        try:
+            CacheScales.from_bytes(self.scales.to_bytes())
+        except DataError as error:
+            raise ProfileError(f"The profile's scales are malformed: {error}") from None
 
 
 def _is_distribution(table: NDArray[np.generic]) -> bool:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from jobs.exits import exit_status
-from pipeline.options import CACHE_FORMATS, DEVICES, LOOPS, PREDICTORS, Options
+from pipeline.options import CACHE_FORMATS, DEFAULT_FP8_SCALE, DEVICES, FP8_SCALES, LOOPS, PREDICTORS, Options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +44,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the predictor attends to the first tokens and the last N (default: all)",
     )
-    add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    add(
+        "--cache-dtype",
+        choices=CACHE_FORMATS,
+        help="dtype of the cache, and to run the target in unless it is FP8 (default: the model's own)",
+    )
+    add(
+        "--fp8-scale",
+        choices=FP8_SCALES,
+        help=f"calibrated scales of an FP8 cache: none, one a tensor, or one a head (default: {DEFAULT_FP8_SCALE})",
+    )
     add("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk and a prefill step (default: 256)")
     add("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: some of the corpus)")
     add("--actors", type=int, metavar="N", help="encode actors (default: as many as fit)")

@@ -107,6 +107,7 @@ class EncodeActor:
             "predictor": job.predictor,
             "profile": job.profile,
             "cache_format": job.cache_format,
+            "fp8_scale": job.scale_mode or None,
             "loop": job.loop,
             "chunk_tokens": job.chunk_tokens,
             "prefill_tokens": job.chunk_tokens,

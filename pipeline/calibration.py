@@ -19,15 +19,17 @@ import numpy as np
 import torch
 
 import codec
+from codec.chunk import Layers
 from codec.entropy import BACKEND
 from codec.errors import DataError
 from codec.profile import PROFILE_VERSION
+from pipeline.model_source import localise
 from pipeline.paths import predictor_path, profile_config_path, profile_path
 from pipeline.plan import Prompt
 from pipeline.prompts import PromptReader
 from pipeline.rung import LIMB_PROMPTS
 from pipeline.store import ObjectMissing
-from pipeline.target import Target, load_target
+from pipeline.target import Target, load_target, run_format
 from pipeline.work import Device, Job, PromptRef, load_predictor, load_profile
 
 SAMPLE_PROMPTS = 12
@@ -78,6 +80,8 @@ def config_hash(job: Job) -> bytes:
         "codec": PROFILE_VERSION,
         "coder": BACKEND,
     }
+    if job.scale_mode:
+        parts |= {"fp8_scale": job.scale_mode, "scales": codec.content_id(job.scales).hex()}
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 
 
@@ -158,9 +162,9 @@ class Calibrator:
         step = self._job.chunk_tokens
         for index, key in enumerate(sample.prompt.keys[: sample.chunks]):
             ids = torch.from_numpy(tokens[index * step : (index + 1) * step].copy())
-            truth = target.prefill(cache, ids)
+            latent = target.prefill_latent(cache, ids)[2]
             if key in sample.measured:
-                moments.add(codec.measure(predictor, state, ids, truth))
+                moments.add(codec.measure(predictor, state, ids, latent, target.scales))
             else:
                 predictor.advance(state, ids)
         return moments
@@ -169,26 +173,23 @@ class Calibrator:
         """Run the target on these samples, and be ready for `layer_moments(0)`."""
         job = self._job
         loaded = [self._closed_sample(sample) for sample in samples]
-        self._closed = codec.ClosedCalibration(self._ready(), job.cache_format, loaded)
+        self._closed = codec.ClosedCalibration(self._ready(), job.cache_format, loaded, scales=self._loaded().scales)
 
     def _closed_sample(self, sample: Sample) -> codec.ClosedSample:
-        target, step = self._loaded(), self._job.chunk_tokens
-        cache = target.new_cache()
-        prompt = sample.prompt
+        prompt, step = sample.prompt, self._job.chunk_tokens
         tokens = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)[: sample.chunks * step]
         counted = np.zeros(len(tokens), np.bool_)
-        states: list[list[torch.Tensor]] = []
         for index, key in enumerate(prompt.keys[: sample.chunks]):
-            part = slice(index * step, (index + 1) * step)
-            states.append(target.prefill_states(cache, torch.from_numpy(tokens[part].copy()))[1])
-            counted[part] = key in sample.measured
-        truth = target.read(cache, 0, len(tokens))
-        hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
-        return codec.ClosedSample(torch.from_numpy(tokens.copy()), truth, hidden, counted)
+            counted[index * step : (index + 1) * step] = key in sample.measured
+        return closed_sample(self._loaded(), torch.from_numpy(tokens.copy()), step, counted)
 
-    def layer_moments(self, layer: int) -> list[codec.LayerMoments]:
-        """Moments of a layer, one a sample."""
-        return self._closing().moments(layer)
+    def rounds(self) -> int:
+        """How often the moments of a layer are taken and fitted."""
+        return self._closing().rounds
+
+    def layer_moments(self, layer: int, law: codec.JointLayer | None) -> list[codec.LayerMoments]:
+        """Moments of a layer, one a sample; after the first round under the law that it gave."""
+        return self._closing().moments(layer, law)
 
     def advance(self, layer: int, frozen: codec.JointLayer) -> None:
         """Take this actor's samples through a frozen layer."""
@@ -198,7 +199,13 @@ class Calibrator:
         """Freeze joint models into a profile, put it into the store, return its id."""
         job = self._job
         profile = codec.freeze_closed(
-            self._ready(), job.target, job.cache_format, layers, tokens, prefill_tokens=job.chunk_tokens
+            self._ready(),
+            job.target,
+            job.cache_format,
+            layers,
+            tokens,
+            prefill_tokens=job.chunk_tokens,
+            scales=job.cache_scales,
         )
         return self._put(profile)
 
@@ -210,7 +217,14 @@ class Calibrator:
     def freeze(self, moments: codec.Moments) -> bytes:
         """Freeze merged moments into a profile, put it into the store, return its id."""
         job = self._job
-        profile = codec.freeze(self._ready(), job.target, job.cache_format, moments, prefill_tokens=job.chunk_tokens)
+        profile = codec.freeze(
+            self._ready(),
+            job.target,
+            job.cache_format,
+            moments,
+            prefill_tokens=job.chunk_tokens,
+            scales=job.cache_scales,
+        )
         return self._put(profile)
 
     def _put(self, profile: codec.Profile) -> bytes:
@@ -223,14 +237,39 @@ class Calibrator:
         return self._predictor
 
 
-def load_checked_target(job: Job, device: Device) -> Target:
+def closed_sample(
+    target: Target, token_ids: torch.Tensor, step: int, counted: np.ndarray[Any, np.dtype[np.bool_]] | None = None
+) -> codec.ClosedSample:
+    """Run the target on a prompt, int64 [T], `step` tokens at a time; the prompt as the closed loop is calibrated on it."""
+    cache = target.new_cache()
+    states: list[list[torch.Tensor]] = []
+    latents: list[Layers] = []
+    for begin in range(0, len(token_ids), step):
+        _, hidden, latent = target.prefill_latent(cache, token_ids[begin : begin + step])
+        states.append(hidden)
+        if target.scales is not None:
+            latents.append(latent)
+    joined = [
+        (torch.cat([key for key, _ in parts], dim=1), torch.cat([value for _, value in parts], dim=1))
+        for parts in zip(*latents, strict=True)
+    ]
+    hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
+    return codec.ClosedSample(token_ids, target.read(cache, 0, len(token_ids)), hidden, counted, joined or None)
+
+
+def load_checked_target(job: Job, device: Device, *, quantised: bool = True) -> Target:
     """Load the target in this process, and make sure that it is the one that the driver saw.
+
+    Args:
+        quantised: False for a cache in the dtype that the model is computed in, where the job's is FP8.
 
     Raises:
         UserError: it cannot be loaded.
         DataError: its files differ from those that the job began with.
     """
-    target = load_target(job.model, job.cache_format, device.name, "auto" if device.spread else None)
+    cache_format = job.cache_format if quantised else run_format(localise(job.model), job.cache_format)
+    scales = job.cache_scales if quantised else None
+    target = load_target(job.model, cache_format, device.name, "auto" if device.spread else None, scales)
     if target.source.fingerprint(job.cache_format) != job.target:
         raise DataError(f"the model {job.model.path} on this node has other contents than where the job was started")
     return target
@@ -278,16 +317,17 @@ def _calibrate_closed(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) 
     """A barrier a layer: the moments of a layer need the frozen gains of those below it (DESIGN 4.7)."""
     shares = [list(samples[i :: len(pool)]) for i in range(len(pool))]
     ray.get([actor.begin_closed.remote(share) for actor, share in zip(pool, shares, strict=True)])
-    layers: list[codec.JointLayer] = []
     count: int = ray.get(pool[0].layers.remote())
-    tokens = 0
-    for layer in range(count):
-        found = ray.get([actor.layer_moments.remote(layer) for actor in pool])
-        in_order = [found[i % len(pool)][i // len(pool)] for i in range(len(samples))]
-        tokens = sum(part.tokens for part in in_order)
-        layers.append(codec.fit_layer(codec.merge_moments(in_order)))
-        if layer < count - 1:
-            ray.get([actor.advance.remote(layer, layers[-1]) for actor in pool])
+    rounds: int = ray.get(pool[0].rounds.remote())
+
+    def moments(layer: int, law: codec.JointLayer | None) -> list[codec.LayerMoments]:
+        found = ray.get([actor.layer_moments.remote(layer, law) for actor in pool])
+        return [found[i % len(pool)][i // len(pool)] for i in range(len(samples))]
+
+    def advance(layer: int, law: codec.JointLayer) -> None:
+        ray.get([actor.advance.remote(layer, law) for actor in pool])
+
+    layers, tokens = codec.fit_layers(count, rounds, moments, advance)
     profile_id: bytes = ray.get(pool[0].freeze_closed.remote(layers, tokens))
     return profile_id
 

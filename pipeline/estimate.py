@@ -15,6 +15,14 @@ from pipeline.work import ChunkFigures, Job
 GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.6, ("closed", "int8"): 3.8, ("closed", "int8-mixed"): 4.3,
                   ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3}  # fmt: skip
 GUESSED_RATIO = 2.3  # of any other
+# The same of an FP8 cache, over 8 bits; code lengths of the design's reference.
+GUESSED_FP8_RATIOS = {
+    ("open", "fp8"): 2.7,
+    ("closed", "fp8"): 4.8,
+    ("closed", "int8"): 5.0,
+    ("closed", "int8-a16"): 8.0,
+}
+GUESSED_FP8_RATIO = 2.7
 # Tokens a second of one actor, times parameters: target, exact predictor, coder and checks together. Measured with a
 # 135M model on one core of a server CPU; for a GPU it is no more than a guess.
 GUESSED_CPU_WORK = 4.0e9
@@ -89,4 +97,10 @@ def estimate(
 
 
 def _guessed_ratio(job: Job) -> float:
-    return GUESSED_RATIOS.get((job.loop, job.predictor_kind), GUESSED_RATIO)
+    fmt, kind = number_format(job.cache_format), (job.loop, job.predictor_kind)
+    if fmt.coarse:
+        return GUESSED_FP8_RATIOS.get(kind, GUESSED_FP8_RATIO)
+    bf16 = number_format("bf16")
+    bits = bf16.item_bits / GUESSED_RATIOS.get(kind, GUESSED_RATIO)
+    # A finer format has mantissa bits more, which no predictor knows.
+    return fmt.item_bits / (bits + fmt.mantissa + fmt.raw - bf16.mantissa)

@@ -23,6 +23,8 @@ from pipeline.store import Store
 
 FORMAT = 1
 
+ADDED = ("fp8_scale",)  # columns that older parts lack
+
 _DIGEST = pa.binary(32)
 _CHAIN = pa.binary(16)
 
@@ -43,6 +45,7 @@ INDEX_SCHEMA = pa.schema(
         _required("predictor", _DIGEST),
         _required("profile", _DIGEST),
         _required("cache_format", pa.string()),
+        pa.field("fp8_scale", pa.string()),  # how an FP8 cache is scaled; null for other formats
         _required("loop", pa.string()),
         _required("chunk_tokens", pa.int32()),
         _required("prefill_tokens", pa.int32()),
@@ -149,6 +152,14 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
         raise DataError(f"an index row does not fit the schema: {error}") from error
 
 
+def _with_added(table: pa.Table) -> pa.Table:
+    """A part's rows with the columns that parts lack which were written before these were added."""
+    for name in ADDED:
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(len(table), INDEX_SCHEMA.field(name).type))
+    return table
+
+
 def _read_part(uri: str, data: bytes, target: bytes, profile: bytes, names: Sequence[str]) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
@@ -157,7 +168,7 @@ def _read_part(uri: str, data: bytes, target: bytes, profile: bytes, names: Sequ
         owner = (labels.get(b"kv_target", b"").decode(), labels.get(b"kv_profile", b"").decode())
         if found == FORMAT:
             # `select` restores the order that was asked for, `cast` refuses other types.
-            table = file.read(columns=list(names)).select(list(names)).cast(_schema(names))
+            table = _with_added(file.read(columns=list(names))).select(list(names)).cast(_schema(names))
     except Exception as error:
         # Broken files make pyarrow raise anything from OSError to KeyError.
         raise DataError(f"the index part {uri} cannot be read: {' '.join(str(error).split()):.300}") from error

@@ -15,7 +15,7 @@ import re
 import socket
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,12 +23,12 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from codec.errors import UserError
-from codec.formats import FORMATS
+from codec.formats import FORMATS, number_format
 from pipeline.gguf_file import matrix_types
 from pipeline.secrets import without_secrets
 
 ACCEPTED = "a folder with config.json and *.safetensors, a *.gguf file, or a hub id like org/name"
-CACHE_DTYPES = {name: fmt.dtype for name, fmt in FORMATS.items()}
+RUN_DTYPES = {name: fmt.dtype for name, fmt in FORMATS.items() if not fmt.coarse}  # what a model is computed in
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -49,7 +49,7 @@ class ModelSource:
     commit: str = ""
 
     def fingerprint(self, cache_format: str | None = None) -> bytes:
-        """32 bytes that name the bits this model computes: contents of weight files, config and run dtype.
+        """32 bytes that name the bits this model computes: contents of weight files, config, cache format and run dtype.
 
         Files are streamed. Results are remembered in the process as long as size and time of the files stay.
         Raises UserError when a file cannot be read, and as `resolve_cache_format`.
@@ -60,7 +60,9 @@ class ModelSource:
             name = b"" if self.kind == "gguf" else file.name.encode()
             digest.update(struct.pack("<I", len(name)) + name + _file_digest(file))
         config = b"" if self.kind == "gguf" else _canonical_config(self)
-        digest.update(struct.pack("<Q", len(config)) + config + cache_format.encode())
+        run = run_format(self, cache_format)
+        formats = cache_format if run == cache_format else f"{cache_format} {run}"
+        digest.update(struct.pack("<Q", len(config)) + config + formats.encode())
         return digest.digest()
 
 
@@ -246,19 +248,31 @@ def location(source: ModelSource) -> tuple[tuple[str], dict[str, Any]]:
 
 
 def resolve_cache_format(source: ModelSource, cache_format: str | None = None) -> str:
-    """The format asked for (bf16 or fp16), or for None and "auto" the model's own dtype.
+    """The format asked for (a name of codec.formats), or for None and "auto" the model's own dtype.
 
     A GGUF of quantised blocks has no dtype of its own: it is dequantised to bf16. Raises UserError for other dtypes.
     """
-    if cache_format in CACHE_DTYPES:
+    if cache_format in FORMATS:
         return cache_format
     if cache_format not in (None, "auto"):
-        raise UserError(f"the cache dtype {cache_format!r} is unknown; pass bf16 or fp16")
+        raise UserError(f"the cache dtype {cache_format!r} is unknown; pass {_either(FORMATS)}")
     own = _gguf_dtype(Path(source.path)) if source.kind == "gguf" else _config_dtype(source)
-    for name, dtype in CACHE_DTYPES.items():
+    for name, dtype in RUN_DTYPES.items():
         if own == str(dtype).removeprefix("torch."):
             return name
-    raise UserError(f"the model {source.name!r} has dtype {own}, which is not stored; pass --cache-dtype bf16 or fp16")
+    raise UserError(
+        f"the model {source.name!r} has dtype {own}, which is not stored; pass --cache-dtype {_either(RUN_DTYPES)}"
+    )
+
+
+def run_format(source: ModelSource, cache_format: str) -> str:
+    """The format whose dtype the model is computed in: that of its cache, or its own where the cache is FP8. UserError."""
+    return resolve_cache_format(source) if number_format(cache_format).coarse else cache_format
+
+
+def _either(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
 
 
 def _config_dtype(source: ModelSource) -> str:

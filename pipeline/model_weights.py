@@ -8,13 +8,14 @@ from torch import Tensor
 
 from codec.errors import UserError
 from pipeline.model_source import (
-    CACHE_DTYPES,
+    RUN_DTYPES,
     ModelSource,
     hf_call,
     load_config,
     localise,
     location,
     resolve_cache_format,
+    run_format,
     weight_files,
 )
 
@@ -58,10 +59,10 @@ def load_weights(source: ModelSource, cache_format: str | None = None) -> tuple[
     """The config dict and the tensors of a predictor, under names like `model.layers.0.mlp.up_proj.weight`.
 
     Safetensors are read a tensor at a time; a GGUF file is dequantised as a whole. Floating-point tensors come in the
-    dtype of `cache_format`, in which the target runs. Raises UserError, also for checkpoints with packed weights.
+    dtype in which the target runs for `cache_format`. Raises UserError, also for checkpoints with packed weights.
     """
     source = localise(source)
-    dtype = CACHE_DTYPES[resolve_cache_format(source, cache_format)]
+    dtype = RUN_DTYPES[run_format(source, resolve_cache_format(source, cache_format))]
     config = load_config(source)
     if source.kind == "gguf":
         return config, _gguf_weights(source, dtype)

@@ -10,10 +10,14 @@ from codec import profile
 from codec.errors import UserError
 from codec.formats import FORMATS
 from codec.predictor.config import KINDS, LIMITS
+from codec.scales import SCALE_MODES
 
 PREDICTORS = KINDS
 LOOPS = profile.LOOPS
 CACHE_FORMATS = tuple(FORMATS)
+FP8_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.coarse)
+FP8_SCALES = SCALE_MODES
+DEFAULT_FP8_SCALE = "tensor"
 DEVICES = ("auto", "cpu", "cuda")
 MAX_CHUNK_TOKENS = 65_536
 
@@ -59,6 +63,7 @@ class Options:
     loop: str = "closed"
     window: int | None = None  # tokens that the predictor attends to besides the first few; None for all
     cache_dtype: str | None = None
+    fp8_scale: str | None = None  # None: DEFAULT_FP8_SCALE where the cache is FP8
     chunk_tokens: int = 256
     calibration: str | None = None
     actors: int | None = None
@@ -85,6 +90,7 @@ class Options:
         check_window(self.window)
         if self.cache_dtype is not None:
             _one_of("--cache-dtype", self.cache_dtype, CACHE_FORMATS)
+        scale_mode(self.cache_dtype, self.fp8_scale)
         _between("--chunk-tokens", self.chunk_tokens, 1, MAX_CHUNK_TOKENS)
         for name, value in (("--actors", self.actors), ("--limit", self.limit), ("--max-tokens", self.max_tokens)):
             if value is not None:
@@ -123,6 +129,25 @@ def check_window(window: int | None) -> None:
     """Raise UserError for a window that cannot be; None is all tokens."""
     if window is not None:
         _between("--window", window, 1, LIMITS["context_length"])
+
+
+def scale_mode(cache_dtype: str | None, fp8_scale: str | None) -> str:
+    """How the scales of the cache are made, one of FP8_SCALES; "" where it is not FP8.
+
+    Args:
+        cache_dtype: what --cache-dtype says; None, a model's own dtype, is never FP8.
+
+    Raises:
+        UserError: --fp8-scale is unknown, or given for a cache without scales.
+    """
+    if fp8_scale is not None:
+        _one_of("--fp8-scale", fp8_scale, FP8_SCALES)
+    if cache_dtype in FP8_FORMATS:
+        return fp8_scale or DEFAULT_FP8_SCALE
+    if fp8_scale is not None:
+        cache = f"--cache-dtype {cache_dtype}" if cache_dtype else "a cache in the model's own dtype"
+        raise UserError(f"--fp8-scale does not go with {cache}; pass --cache-dtype {' or '.join(FP8_FORMATS)}")
+    return ""
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@
     blobs/<target>/<profile>/<aa>/<key>.kv       one compressed chunk; <aa> is the first byte of its key
     profiles/<id>                                one frozen calibration
     profiles/by-config/<hash>                    the id of the profile in use for one configuration
+    scales/by-config/<hash>                      the scales of an FP8 cache for one configuration
     predictors/<fingerprint>.safetensors         the predictor's weights as used
     prompts/<target>/<name>.parquet              which prompt is made of which chunks
     index/<target>/<profile>/<name>.parquet      one index part a committed task
@@ -108,6 +109,11 @@ def profile_path(profile: bytes) -> str:
 def profile_config_path(config_hash: bytes) -> str:
     """Path of the object that names the profile in use for a configuration (target, predictor, settings)."""
     return f"profiles/by-config/{digest_hex(config_hash, 'configuration hash')}"
+
+
+def scales_config_path(config_hash: bytes) -> str:
+    """Path of the scales of an FP8 cache for a configuration (target, format, mode)."""
+    return f"scales/by-config/{digest_hex(config_hash, 'configuration hash')}"
 
 
 def predictor_path(fingerprint: bytes) -> str:

@@ -12,7 +12,7 @@ import io
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -185,6 +185,37 @@ def split_rows(tables: Iterator[pa.Table]) -> tuple[list[Prompt], list[Bad]]:
             else:
                 prompts.append(Prompt(position=position, **row))
     return prompts, bad
+
+
+class Rekey:
+    """The callable of another stage: names of parts in, the keys of their prompts under another root out.
+
+    For when the root depends on what only the prompts themselves could tell, as the scales of an FP8 cache do: tokens are
+    read back from the parts, which do not depend on keys.
+    """
+
+    def __init__(self, store: Store, root: bytes, chunk_tokens: int) -> None:
+        self._store, self._root, self._chunk_tokens = store, root, chunk_tokens
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
+        for part in map(str, batch["part"]):
+            ids = _load_part(self._store, part).to_pylist()
+            keys = [b"".join(chunk_keys(self._root, row, self._chunk_tokens)) for row in ids]
+            yield pa.table({"part": [part] * len(keys), "row": list(range(len(keys))), "keys": keys})
+
+
+def with_keys(prompts: Sequence[Prompt], tables: Iterator[pa.Table]) -> list[Prompt]:
+    """The prompts with the keys that `Rekey` gave. DataError where it gave none for one of them."""
+    keys = {(row["part"], row["row"]): row["keys"] for table in tables for row in table.to_pylist()}
+    try:
+        found = [replace(prompt, keys=keys[prompt.part, prompt.row]) for prompt in prompts]
+    except KeyError as error:
+        raise DataError(
+            f"row {error.args[0][1]} of the prompts part {error.args[0][0]} is gone; run the job again"
+        ) from None
+    if any(len(new.keys) != len(old.keys) for new, old in zip(found, prompts, strict=True)):
+        raise DataError("the prompts parts hold other tokens than were just put into them; run the job again")
+    return found
 
 
 class PromptReader:

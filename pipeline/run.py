@@ -1,15 +1,16 @@
 """The main job, from options to exit status: DESIGN 9 in one place.
 
-corpus -> tokenise -> plan -> (calibrate) -> target and encode -> store and index -> verify -> report
+corpus -> tokenise -> (scales of an FP8 cache) -> plan -> (calibrate) -> target and encode -> store and index -> verify -> report
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,22 +19,24 @@ from codec.errors import DataError
 from codec.keys import root_key
 from codec.predictor.config import MAX_CONTEXT, check_family, head_dim
 from codec.predictor.rope import frequencies, regime
+from codec.scales import CacheScales
 from pipeline import ray_runtime, report
 from pipeline.actors import EncodeActor, VerifyActor
-from pipeline.calibration import calibrate, choose_sample, find_profile
+from pipeline.cache_scales import calibrate_scales, find_scales
+from pipeline.calibration import Sample, calibrate, choose_sample, find_profile
 from pipeline.committed import Committed, find_committed
 from pipeline.corpus import list_corpus
 from pipeline.estimate import estimate
 from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
-from pipeline.options import Options, Verify
+from pipeline.options import Options, Verify, scale_mode
 from pipeline.paths import MARKER, profile_path
 from pipeline.plan import Admitted, Plan, Prompt, admit, make_plan
 from pipeline.progress import Counts, Display, ProgressBoard, Reporter
-from pipeline.prompts import Tokenise, Tokenising, split_rows, work_items
+from pipeline.prompts import Rekey, Tokenise, Tokenising, split_rows, with_keys, work_items
 from pipeline.ray_runtime import Cluster, Pools
 from pipeline.report import Outcome, say
 from pipeline.store import Store
-from pipeline.target import check_cache, context_length
+from pipeline.target import check_cache, context_length, kv_shape
 from pipeline.work import Device, GroupResult, Job, make_group
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
@@ -57,9 +60,22 @@ class Prepared:
     job: Job
     config: dict[str, Any]
     files: list[str]
-    root: bytes  # key of the empty prefix; holds the salt
+    rope: str
     weight_bytes: int
     stored: bool  # whether there is a store yet
+
+    @property
+    def root(self) -> bytes:
+        """Key of the empty prefix; holds the salt, and the scales as far as they are known."""
+        job = self.job
+        return root_key(
+            target=job.target,
+            cache_format=job.cache_format,
+            chunk_tokens=job.chunk_tokens,
+            rope_regime=self.rope,
+            scales=job.scales,
+            salt=self.options.salt(),
+        )
 
 
 def run(options: Options, consoles: Consoles) -> int:
@@ -109,16 +125,15 @@ def prepare(options: Options) -> Prepared:
         hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else "",
         verify=Verify.parse(options.verify),
         window=options.window,
+        scale_mode=scale_mode(cache_format, options.fp8_scale),
     )
-    root = root_key(
-        target=target,
-        cache_format=cache_format,
-        chunk_tokens=options.chunk_tokens,
-        rope_regime=regime(rope),
-        salt=salt,
-    )
+    if job.scale_mode == "none":
+        layers, _, heads = kv_shape(config)
+        job = replace(job, scales=CacheScales.none(layers, heads).to_bytes())
+    elif job.scale_mode and stored:
+        job = find_scales(job) or job
     weight_bytes = sum(file.stat().st_size for file in weight_files(model))
-    return Prepared(options, job, config, files, root, weight_bytes, stored)
+    return Prepared(options, job, config, files, regime(rope), weight_bytes, stored)
 
 
 def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
@@ -127,16 +142,22 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
     ray_runtime.check_shared(cluster, store_is_local=job.store.is_local, shared_fs=options.shared_fs, uri=job.store.uri)
     device = ray_runtime.choose_device(options.device, cluster)
     admitted = _admit(prepared, prepared.files, cluster, consoles)
-    found = find_profile(job) if prepared.stored else None
+    sources = _Calibration(prepared, admitted.prompts, cluster)
+    if not job.scaled and options.dry_run:
+        say(consoles.notes, "the cache's scales are not calibrated yet, so all chunks are new")
+    elif not job.scaled:
+        prepared, admitted = _scale(prepared, admitted, sources, cluster, device, consoles)
+        job = prepared.job
+    found = find_profile(job) if prepared.stored and job.scaled else None
     job = found or job
     before, plan = _plan(job, admitted.prompts)
-    pools = _pools(prepared, cluster, device, plan)
+    pools = _pools(prepared, cluster, device, len(plan.groups))
     if options.dry_run:
         return _dry_run(prepared, plan, before, pools, device, consoles)
     results: list[GroupResult] = []
     if plan.groups:
         if found is None:
-            job = _calibrate(prepared, admitted.prompts, cluster, pools, device, consoles)
+            job = _calibrate(prepared, sources, pools, device, consoles)
             # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
             before, plan = _plan(job, admitted.prompts)
         results = _compute(job, plan, before, pools, device, consoles)
@@ -181,7 +202,7 @@ def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: 
         limit,
         not options.dry_run,
     )
-    slots = max(1, int(cluster.cpus) - ray_runtime.IO_SLOTS)
+    slots = _slots(cluster)
     items = work_items(files, limit, slots)
     stage = data.from_items(items, override_num_blocks=len(items)).map_batches(
         Tokenise,
@@ -194,14 +215,14 @@ def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: 
 
 
 # ---------------------------------------------------------------- calibrate, encode, verify
-def _pools(prepared: Prepared, cluster: Cluster, device: str, plan: Plan) -> Pools:
+def _pools(prepared: Prepared, cluster: Cluster, device: str, groups: int) -> Pools:
     options = prepared.options
     return ray_runtime.divide(
         cluster,
         device=device,
         actors=options.actors,
         gpus_per_actor=options.gpus_per_actor,
-        groups=len(plan.groups),
+        groups=groups,
         verify=prepared.job.verify.fraction > 0,
         actor_bytes=ACTOR_WEIGHTS * prepared.weight_bytes + ACTOR_BYTES,
     )
@@ -211,15 +232,61 @@ def _device(name: str, gpus: float, cpus: float) -> Device:
     return Device(name if gpus > 0 or name == "cpu" else "cpu", gpus > 1, max(1, int(cpus)))
 
 
-def _calibrate(
-    prepared: Prepared, prompts: list[Prompt], cluster: Cluster, pools: Pools, device: str, consoles: Consoles
-) -> Job:
-    options = prepared.options
-    if options.calibration is not None:
-        tables = _tokenise(prepared, list_corpus(options.calibration), None, cluster)
-        own, bad = split_rows(tables)
-        prompts = admit(own, bad, limit=None, skip_bad=options.skip_bad, corpus=options.calibration).prompts
-    samples = choose_sample(prompts, options.chunk_tokens)
+class _Calibration:
+    """The sample of prompts that scales and profile are calibrated on, tokenised at its first use."""
+
+    def __init__(self, prepared: Prepared, prompts: list[Prompt], cluster: Cluster) -> None:
+        self._prepared, self._prompts, self._cluster = prepared, prompts, cluster
+
+    @functools.cached_property
+    def samples(self) -> list[Sample]:
+        """Chosen from --calibration, or else from the corpus. Their keys tell chunks apart and name nothing stored."""
+        options, prompts = self._prepared.options, self._prompts
+        if options.calibration is not None:
+            tables = _tokenise(self._prepared, list_corpus(options.calibration), None, self._cluster)
+            own, bad = split_rows(tables)
+            prompts = admit(own, bad, limit=None, skip_bad=options.skip_bad, corpus=options.calibration).prompts
+        return choose_sample(prompts, options.chunk_tokens)
+
+
+def _scale(
+    prepared: Prepared, admitted: Admitted, sources: _Calibration, cluster: Cluster, device: str, consoles: Consoles
+) -> tuple[Prepared, Admitted]:
+    """Calibrate the scales of an FP8 cache, and give the prompts the keys that depend on them."""
+    samples, job = sources.samples, prepared.job
+    say(consoles.notes, f"calibrating the cache's scales on {len(samples):,} prompts (once for this model)")
+    pools = _pools(prepared, cluster, device, len(samples))
+    scaled = calibrate_scales(
+        job,
+        samples,
+        actors=pools.encoders,
+        cpus=pools.encode_cpus,
+        gpus=pools.encode_gpus,
+        device=_device(device, pools.encode_gpus, pools.encode_cpus),
+    )
+    prepared = replace(prepared, job=scaled)
+    return prepared, replace(admitted, prompts=_rekey(prepared, admitted.prompts, cluster))
+
+
+def _rekey(prepared: Prepared, prompts: list[Prompt], cluster: Cluster) -> list[Prompt]:
+    data: Any = importlib.import_module("ray.data")
+    parts = sorted({prompt.part for prompt in prompts})
+    stage = data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts)).map_batches(
+        Rekey,
+        fn_constructor_args=(prepared.job.store, prepared.root, prepared.options.chunk_tokens),
+        batch_size=1,
+        num_cpus=1,
+        compute=data.ActorPoolStrategy(size=min(_slots(cluster), len(parts))),
+    )
+    return with_keys(prompts, stage.iter_batches(batch_format="pyarrow", batch_size=None))
+
+
+def _slots(cluster: Cluster) -> int:
+    return max(1, int(cluster.cpus) - ray_runtime.IO_SLOTS)
+
+
+def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: str, consoles: Consoles) -> Job:
+    samples = sources.samples
     measured = sum(len(sample.measured) for sample in samples)
     say(consoles.notes, f"calibrating on {measured:,} chunks of {len(samples):,} prompts (once for this model)")
     return calibrate(

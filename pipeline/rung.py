@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 import codec
@@ -45,7 +46,7 @@ class Rung:
     def _of(self, target: Target) -> dict[str, Any]:
         # On the CPU wherever the target is, so that the predictor is the same.
         tensors = {name: tensor.cpu() for name, tensor in target.weights().items()}
-        bf16 = target.cache_format == "bf16"
+        bf16 = target.dtype == torch.bfloat16
         return {
             "config": target.config,
             "tensors": tensors,

@@ -4,6 +4,7 @@ What its cache holds is the truth, whatever arithmetic made it. Only models whos
 every token are taken: sliding windows, latent attention and recurrent layers keep other state and are refused.
 """
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codec.errors import UserError
+from codec.errors import DataError, UserError
+from codec.formats import number_format
+from codec.scales import CacheScales
 from pipeline.model_source import (
-    CACHE_DTYPES,
+    RUN_DTYPES,
     ModelSource,
     hf_config,
     load_config,
@@ -21,22 +24,27 @@ from pipeline.model_source import (
     localise,
     resolve_cache_format,
     resolve_model,
+    run_format,
 )
 from pipeline.model_weights import load_model, load_weights
 
 __all__ = [
     "ModelSource", "Target", "load_config", "load_target", "load_tokenizer", "load_weights",
-    "resolve_cache_format", "resolve_model",
+    "resolve_cache_format", "resolve_model", "run_format",
 ]  # fmt: skip
 
 KV = tuple[Tensor, Tensor]
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes a value
 
 
 class Target:
     """A loaded model. Its caches hold one prompt each; all work is on batch 1 and without gradients."""
 
-    def __init__(self, model: Any, source: ModelSource, cache_format: str) -> None:
-        """`model`: a transformers causal LM in eval mode; its output head is dropped, K and V do not need it."""
+    def __init__(self, model: Any, source: ModelSource, cache_format: str, scales: CacheScales | None = None) -> None:
+        """`model`: a transformers causal LM in eval mode; its output head is dropped, K and V do not need it.
+
+        scales: of an FP8 cache, None of any other. DataError where they are not for this model.
+        """
         self._model = model.base_model
         self._prefix = model.base_model_prefix
         self._hf_config = model.config.get_text_config(decoder=True)
@@ -44,11 +52,29 @@ class Target:
         names = inspect.signature(self._model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self.source = source
-        self.cache_format = cache_format
-        self.dtype = CACHE_DTYPES[cache_format]
+        self._set_format(cache_format, scales)
+        self.dtype: torch.dtype = RUN_DTYPES[run_format(source, cache_format)]  # what the model is computed in
         self.config: dict[str, Any] = self._hf_config.to_dict()
         self.vocab_size = int(self._hf_config.vocab_size)
         self.context_length = context_length(self.config)
+
+    def _set_format(self, cache_format: str, scales: CacheScales | None) -> None:
+        self.format = number_format(cache_format)  # that of what prefill, read and replace give and take
+        if self.format.coarse != (scales is not None):
+            raise ValueError(f"a cache in {cache_format} {'lacks its' if self.format.coarse else 'has no'} scales")
+        if scales is not None and (found := scales.values.shape) != (wanted := kv_shape(self._hf_config.to_dict())):
+            raise DataError(
+                f"the cache's scales are for {list(found)} layers, K and V, and heads, not for {list(wanted)}"
+            )
+        self.cache_format, self.scales = cache_format, scales
+
+    def with_cache(self, cache_format: str, scales: CacheScales | None) -> "Target":
+        """The same loaded model with another cache, whose format must leave the model in the same dtype."""
+        if RUN_DTYPES[run_format(self.source, cache_format)] != self.dtype:
+            raise ValueError(f"a model that runs in {self.dtype} has no cache in {cache_format}")
+        other = copy.copy(self)
+        other._set_format(cache_format, scales)
+        return other
 
     def weights(self) -> Mapping[str, Tensor]:
         """The loaded weights (no copy) under the names of an HF checkpoint, without the output head."""
@@ -56,7 +82,13 @@ class Target:
 
     def new_cache(self) -> Any:
         """An empty transformers DynamicCache for one prompt."""
-        return _new_cache(self._hf_config, self.source)
+        cache = _new_cache(self._hf_config, self.source)
+        if self.scales is not None:
+            from pipeline.fp8_cache import QuantisedLayer
+
+            layers = range(len(cache.layers))
+            cache.layers = [QuantisedLayer(self.scales, i, self.format, self.dtype) for i in layers]
+        return cache
 
     @staticmethod
     def length(cache: Any) -> int:
@@ -68,7 +100,7 @@ class Target:
         """Run the model over the next tokens of the cache's prompt, in one forward pass.
 
         token_ids: 1-D int64. Returns K and V (after RoPE) of these tokens only, a pair a layer, each a contiguous copy
-        [kv_heads, tokens, head_dim] in the run dtype on the layer's device. How a prompt is split into calls changes
+        [kv_heads, tokens, head_dim] in the cache's format on the layer's device. How a prompt is split into calls changes
         last bits: callers record it. Raises UserError for ids out of the vocabulary or past the context length.
         """
         self._forward(cache, token_ids)
@@ -80,6 +112,24 @@ class Target:
         out = self._forward(cache, token_ids, output_hidden_states=True)
         states = [state[0].cpu() for state in out.hidden_states[: len(cache.layers)]]
         return self._read(cache, self.length(cache) - len(token_ids), len(token_ids)), states
+
+    @torch.no_grad()
+    def prefill_latent(self, cache: Any, token_ids: Tensor) -> tuple[list[KV], list[Tensor], list[KV]]:
+        """As `prefill_states`, and K and V of these tokens before they were quantised, in the run dtype.
+
+        Where the cache is not FP8, that is the first of the three itself.
+        """
+        if self.scales is None:
+            truth, states = self.prefill_states(cache, token_ids)
+            return truth, states, truth
+        for layer in cache.layers:
+            layer.keep_latent = True
+        try:
+            truth, states = self.prefill_states(cache, token_ids)
+            return truth, states, [layer.latent for layer in cache.layers]
+        finally:
+            for layer in cache.layers:
+                layer.keep_latent, layer.latent = False, None
 
     def read(self, cache: Any, first_token: int, tokens: int) -> list[KV]:
         """Copies of K and V of tokens first_token … first_token + tokens, as `prefill` returns them."""
@@ -102,25 +152,36 @@ class Target:
     def replace(self, cache: Any, first_token: int, layers: Sequence[KV]) -> None:
         """Put stored bits in place of what the model computed, so that everything after continues from them.
 
-        layers: (K, V) a layer, [kv_heads, tokens, head_dim] in the run dtype, on any device. Tokens from first_token on
+        layers: (K, V) a layer, [kv_heads, tokens, head_dim] in the cache's format, on any device. Tokens from first_token on
         are overwritten; where they go past the cache's end they are appended, so a stored chunk needs no forward pass.
         Later tokens that the cache already holds stay: truncate first if they are to follow from the new bits.
         ValueError for other shapes, another dtype or a gap.
         """
         have = self.length(cache)
-        _check_layers(layers, len(cache.layers), self.dtype)
+        _check_layers(layers, len(cache.layers), self.format.dtype)
         if not 0 <= first_token <= have:
             raise ValueError(f"cannot put tokens at {first_token} into a cache of {have}")
         for index, (layer, pair) in enumerate(zip(cache.layers, layers, strict=True)):
             tokens = pair[0].shape[1]
             inside = min(tokens, have - first_token)
             if inside:
-                for stored, new in zip((layer.keys, layer.values), pair, strict=True):
-                    _overwrite(stored[0, :, first_token : first_token + inside], new[:, :inside])
+                self._overwrite(layer, first_token, (pair[0][:, :inside], pair[1][:, :inside]))
             if inside < tokens:
                 device = layer.keys.device if have else self._layer_device(index)
-                key, value = (new[:, inside:].to(device).unsqueeze(0) for new in pair)
-                cache.update(key, value, index)
+                self._append(cache, index, (pair[0][:, inside:].to(device), pair[1][:, inside:].to(device)))
+
+    def _overwrite(self, layer: Any, first: int, pair: KV) -> None:
+        if self.scales is not None:
+            layer.overwrite(first, pair)
+            return
+        for stored, new in zip((layer.keys, layer.values), pair, strict=True):
+            _overwrite(stored[0, :, first : first + new.shape[1]], new)
+
+    def _append(self, cache: Any, index: int, pair: KV) -> None:
+        if self.scales is not None:
+            cache.layers[index].append(pair)
+        else:
+            cache.update(pair[0].unsqueeze(0), pair[1].unsqueeze(0), index)
 
     def _forward(self, cache: Any, token_ids: Tensor, **more: Any) -> Any:
         self._check_ids(token_ids, self.length(cache))
@@ -129,6 +190,8 @@ class Target:
         return self._model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **more)
 
     def _read(self, cache: Any, first: int, tokens: int) -> list[KV]:
+        if self.scales is not None:
+            return [layer.read(first, tokens) for layer in cache.layers]
         out = []
         for layer in cache.layers:
             key, value = (t[0, :, first : first + tokens].detach() for t in (layer.keys, layer.values))
@@ -159,9 +222,11 @@ def load_target(
     cache_format: str | None = None,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
+    scales: CacheScales | None = None,
 ) -> Target:
-    """Load the model to run in `cache_format` (None or "auto": its own dtype).
+    """Load the model with a cache in `cache_format` (None or "auto": its own dtype), which it is computed in unless it is FP8.
 
+    scales: of an FP8 cache.
     device: "cpu", "cuda", "cuda:1"; device_map ("auto" or a dict of transformers) spreads it over several GPUs instead.
     Raises UserError when it cannot be loaded, keeps other state than plain K and V, or the device is not there.
     """
@@ -169,10 +234,10 @@ def load_target(
     cache_format = resolve_cache_format(source, cache_format)
     check_cache(hf_config(source), source)
     check_device(device)
-    model = load_model(source, CACHE_DTYPES[cache_format], device_map)
+    model = load_model(source, RUN_DTYPES[run_format(source, cache_format)], device_map)
     if device_map is None:
         model = model.to(device)
-    return Target(model, source, cache_format)
+    return Target(model, source, cache_format, scales)
 
 
 def check_cache(config: Any, source: ModelSource) -> None:
@@ -190,6 +255,12 @@ def check_device(device: str | torch.device) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"the device {str(device)!r} is not available here; pass cpu, or run where it is") from error
+
+
+def kv_shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(layers, 2 for K and V, kv_heads) from an HF config: the shape of an FP8 cache's scales."""
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return int(config["num_hidden_layers"]), 2, int(heads)
 
 
 def context_length(config: Mapping[str, Any]) -> int:
@@ -229,4 +300,5 @@ def _overwrite(place: Tensor, bits: Tensor) -> None:
     """Copy by bit view: no conversion may touch a NaN payload."""
     if place.shape != bits.shape:
         raise ValueError(f"expected a tensor of {list(place.shape)}, got {list(bits.shape)}")
-    place.view(torch.int16).copy_(bits.view(torch.int16))
+    view = _BITS[place.element_size()]
+    place.view(view).copy_(bits.view(view))

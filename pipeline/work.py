@@ -12,6 +12,7 @@ from typing import Any
 
 import codec
 from codec.errors import DataError
+from codec.scales import CacheScales
 from pipeline.model_source import ModelSource
 from pipeline.options import Verify
 from pipeline.paths import predictor_path, profile_path
@@ -44,11 +45,23 @@ class Job:
     profile: bytes = b""
     verify: Verify = ALL
     window: int | None = None
+    scale_mode: str = ""  # of an FP8 cache: one of SCALE_MODES
+    scales: bytes = b""  # CacheScales of an FP8 cache; empty also as long as they are not known
 
     @property
     def rung(self) -> Rung:
         """How its predictor is made."""
         return Rung(self.predictor_kind, self.loop, self.window)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether all is known that the chunks' keys depend on."""
+        return not self.scale_mode or bool(self.scales)
+
+    @property
+    def cache_scales(self) -> CacheScales | None:
+        """The scales of an FP8 cache. DataError where they are malformed."""
+        return CacheScales.from_bytes(self.scales) if self.scales else None
 
 
 @dataclass(frozen=True)

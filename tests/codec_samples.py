@@ -180,17 +180,28 @@ def same_bits(a: Layers, b: Layers) -> bool:
     """Equal as bit patterns: NaNs equal themselves, -0 differs from +0."""
     pairs = [(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
     return all(
-        x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
+        x.dtype == y.dtype and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
         for x, y in pairs
     )
 
 
 def hostile_patterns(fmt: NumberFormat) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Zeros, denormals, the extremes, infinities, quiet and signalling NaNs with payloads; each with either sign."""
-    inf, quiet = fmt.first_nonfinite, 1 << (fmt.mantissa - 1)
-    positive = [0, 1, 2, (1 << fmt.mantissa) - 1, 1 << fmt.mantissa, inf - 1, inf, inf + 1, inf + quiet, inf + quiet + 5,
-                (1 << (fmt.bits - 1)) - 1]  # fmt: skip
-    return np.array([p | sign for p in positive for sign in (0, 1 << (fmt.bits - 1))], dtype=np.int64)
+    sign, one = 1 << (fmt.item_bits - 1), 1 << (fmt.mantissa + fmt.raw)
+    inf, quiet = fmt.first_nonfinite << fmt.raw, one >> 1
+    positive = [0, 1, 2, one - 1, one, inf - 1, inf, inf + 1, inf + quiet, inf + quiet + 5, sign - 1]
+    return np.array([min(p, sign - 1) | s for p in positive for s in (0, sign)], dtype=np.int64)
+
+
+def all_patterns(fmt: NumberFormat) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Every pattern of a format of up to 16 bits; of a wider one every exponent and sign with some mantissas."""
+    if fmt.item_bits <= 16:
+        return np.arange(1 << fmt.item_bits, dtype=np.int64)
+    few = np.array(
+        [0, 1, 4095, 4096, 4097, 8191, 8192, (1 << 22) + 3, (1 << 23) - 4097, (1 << 23) - 4096, (1 << 23) - 1]
+    )
+    exponents = np.arange(1 << (fmt.item_bits - 23), dtype=np.int64) << 23
+    return (exponents[:, None] | few).reshape(-1)
 
 
 def with_hostile(values: Layers, fmt: NumberFormat, *, token: int) -> Layers:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +21,13 @@ from codec.predictor.rope import cos_sin, frequencies, rotate
 from tests import codec_samples as samples
 
 
-def cache_of(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> tuple[samples.Layers, list[Tensor]]:
-    """(K and V of every layer, float64 [kv_heads, T, dim]; hidden state entering every layer, [T, hidden])."""
+def cache_of(
+    config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor, scales: codec.CacheScales | None = None, stored: str = ""
+) -> tuple[samples.Layers, list[Tensor]]:  # fmt: skip
+    """(K and V of every layer, float64 [kv_heads, T, dim]; hidden state entering every layer, [T, hidden]).
+
+    With scales, attention reads K and V rounded to the FP8 format `stored`, as in an engine with such a cache.
+    """
     t = {name: w.double() for name, w in weights.items()}
     dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     f = frequencies(config, dim)
@@ -45,6 +51,11 @@ def cache_of(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) ->
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         layers.append((k, v))
+        if scales is not None:
+            k, v = (
+                scales.dequantise(scales.quantise(x, i, side, FORMATS[stored]), i, side, torch.float64)
+                for side, x in enumerate((k, v))
+            )
         kk, vv = (z.repeat_interleave(heads // kv_heads, 0) for z in (k, v))
         scores = (q @ kk.transpose(1, 2) / dim**0.5).masked_fill(later, -torch.inf)
         h = h + project((scores.softmax(-1) @ vv).transpose(0, 1).reshape(len(ids), -1), "self_attn.o_proj")
@@ -63,43 +74,61 @@ class World:
         self.config, self.weights = config, samples.weights(config, seed)
         self.predictor = codec.build_predictor(config, self.weights, kind, exact_kv=exact_kv)
         self._prompts = [self.tokens(tokens, seed=500 + i) for i in range(prompts)]
-        self._profiles: dict[tuple[str, str], codec.Profile] = {}
+        self._profiles: dict[tuple[str, str, str], codec.Profile] = {}
+        self._scales: dict[tuple[str, str], codec.CacheScales] = {}
 
     def tokens(self, count: int, seed: int = 0) -> Tensor:
         """Random token ids, int64 [count]."""
         return samples.tokens(count, vocab=self.config["vocab_size"], seed=seed)
 
-    def truth(self, ids: Tensor, name: str = "bf16") -> samples.Layers:
-        """The model's cache for a prompt, in the cache's format."""
-        return self._cast(cache_of(self.config, self.weights, ids)[0], name)
+    def truth(self, ids: Tensor, name: str = "bf16", mode: str = "tensor") -> samples.Layers:
+        """The model's cache for a prompt, in the cache's format; mode: of an FP8 cache's scales."""
+        return self._cast(cache_of(self.config, self.weights, ids, self.scales(name, mode), name)[0], name, mode)
 
-    def profile(self, loop: str, name: str = "bf16") -> codec.Profile:
+    def scales(self, name: str, mode: str = "tensor") -> codec.CacheScales | None:
+        """The scales of an FP8 cache, calibrated on the calibration prompts."""
+        fmt, c = FORMATS[name], self.predictor.config
+        if not fmt.coarse:
+            return None
+        if (name, mode) not in self._scales:
+            caches = [cache_of(self.config, self.weights, ids)[0] for ids in self._prompts]
+            largest = np.stack([[[t.abs().amax((1, 2)).numpy() for t in pair] for pair in layers] for layers in caches])
+            scales = codec.CacheScales.calibrated("tensor" if mode == "none" else mode, largest.max(0), fmt)
+            self._scales[name, mode] = codec.CacheScales.none(c.layers, c.kv_heads) if mode == "none" else scales
+        return self._scales[name, mode]
+
+    def profile(self, loop: str, name: str = "bf16", mode: str = "tensor") -> codec.Profile:
         """The profile of that loop and cache format."""
-        if (loop, name) not in self._profiles:
+        if (loop, name, mode) not in self._profiles:
             calibrate = self._closed if loop == "closed" else self._open
-            self._profiles[loop, name] = calibrate(name)
-        return self._profiles[loop, name]
+            self._profiles[loop, name, mode] = calibrate(name, mode)
+        return self._profiles[loop, name, mode]
 
-    def samples(self, name: str) -> list[Sample]:
+    def samples(self, name: str, mode: str = "tensor") -> list[Sample]:
         """The calibration prompts."""
         out = []
         for ids in self._prompts:
-            layers, hidden = cache_of(self.config, self.weights, ids)
-            out.append(Sample(ids, self._cast(layers, name), hidden))
+            layers, hidden = cache_of(self.config, self.weights, ids, self.scales(name, mode), name)
+            latent = layers if FORMATS[name].coarse else None
+            out.append(Sample(ids, self._cast(layers, name, mode), hidden, latent=latent))
         return out
 
-    def _closed(self, name: str) -> codec.Profile:
-        return calibrate_closed(self.predictor, samples.TARGET, name, self.samples(name), prefill_tokens=64)
+    def _closed(self, name: str, mode: str) -> codec.Profile:
+        work, scales = self.samples(name, mode), self.scales(name, mode)
+        return calibrate_closed(self.predictor, samples.TARGET, name, work, prefill_tokens=64, scales=scales)
 
-    def _open(self, name: str) -> codec.Profile:
-        moments = codec.Moments.zero(self.predictor.config)
-        for s in self.samples(name):
-            moments.add(codec.measure(self.predictor, self.predictor.new_state(), s.token_ids, s.truth))
-        return codec.freeze(self.predictor, samples.TARGET, name, moments, prefill_tokens=64)
+    def _open(self, name: str, mode: str) -> codec.Profile:
+        moments, scales = codec.Moments.zero(self.predictor.config), self.scales(name, mode)
+        for s in self.samples(name, mode):
+            state = self.predictor.new_state()
+            moments.add(codec.measure(self.predictor, state, s.token_ids, s.latent or s.truth, scales))
+        return codec.freeze(self.predictor, samples.TARGET, name, moments, prefill_tokens=64, scales=scales)
 
-    def _cast(self, layers: Sequence[tuple[Tensor, Tensor]], name: str) -> samples.Layers:
-        fmt = FORMATS[name]
-        return [(samples.cast(k.float(), fmt), samples.cast(v.float(), fmt)) for k, v in layers]
+    def _cast(self, layers: Sequence[tuple[Tensor, Tensor]], name: str, mode: str) -> samples.Layers:
+        fmt, scales = FORMATS[name], self.scales(name, mode)
+        if scales is None:
+            return [(samples.cast(k.float(), fmt), samples.cast(v.float(), fmt)) for k, v in layers]
+        return [(scales.quantise(k, i, 0, fmt), scales.quantise(v, i, 1, fmt)) for i, (k, v) in enumerate(layers)]
 
 
 # Four layers, so that a correction has somewhere to go.

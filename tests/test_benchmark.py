@@ -15,8 +15,9 @@ import torch
 
 import codec
 from codec.errors import UserError
+from codec.formats import number_format
 from jobs.bench import predictor, rate
-from jobs.bench.decode_process import Decoded
+from jobs.bench.decode_process import Decoded, decode_all
 from jobs.bench.prompts import plain_text, read_prompts
 from pipeline.target import load_tokenizer, resolve_model
 
@@ -110,6 +111,57 @@ def test_rate_is_that_of_the_bytes_on_disk(tiny_model: Path, corpus: Path, tmp_p
     ideal = (result["ideal_bits_k"] + result["ideal_bits_v"]) / 2
     assert result["ideal_bits_per_scalar"] == pytest.approx(ideal)
     assert dict(rate.rows(result))["verified"] == "9 chunks"
+
+
+@pytest.mark.parametrize(
+    ("cache", "scale", "loop"),
+    [
+        ("fp8_e4m3", None, "closed"),
+        ("fp8_e4m3", "head", "closed"),
+        ("fp8_e4m3", "none", "closed"),
+        ("fp8_e4m3", "head", "open"),
+        ("fp8_e5m2", "tensor", "closed"),
+        ("fp32", None, "closed"),
+        ("fp32", None, "open"),
+    ],
+)
+def test_every_cache_format_comes_back(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cache: str,
+    scale: str | None,
+    loop: str,
+) -> None:
+    """In one process here, to be quick; on random tokens, of which few prompts are enough to calibrate on."""
+    monkeypatch.setattr(rate, "decode_elsewhere", lambda request, prompts, _: decode_all(request, prompts))
+    for name, seed in (("calibration", 0), ("eval", 1)):
+        tokens = torch.randint(0, 384, (4, 100), generator=torch.Generator().manual_seed(seed)).tolist()
+        lines = (json.dumps({"id": str(number), "token_ids": ids}) + "\n" for number, ids in enumerate(tokens))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    settings = settings_for(tiny_model, tmp_path / "eval.jsonl", train=4)
+    settings = replace(
+        settings, calibration=str(tmp_path / "calibration.jsonl"), cache_dtype=cache, fp8_scale=scale, loop=loop
+    )
+    settings.check()
+    result = rate.measure_rate(settings, tmp_path, lambda text: None)
+    assert result["verified"] is True and result["chunks"] == 3
+    bits = 8 * number_format(cache).item_bytes
+    assert result["raw_bytes"] == bits // 8 * result["scalars"]
+    assert result["ratio"] == pytest.approx(bits / result["bits_per_scalar"])
+    streams = (result["bits_k"] + result["bits_v"]) / 2
+    assert streams < bits / 1.5 and result["escapes"] < result["scalars"] / 100
+    shown = scale or ("tensor" if bits == 8 else None)
+    assert result["settings"]["cache_dtype"] == cache and result["settings"]["fp8_scale"] == shown
+    assert f"{cache} (scale: {shown}) cache" in dict(rate.rows(result))["predictor"] or shown is None
+
+
+def test_scales_are_of_fp8_caches_alone(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    for cache in (None, "bf16", "fp32"):
+        with pytest.raises(UserError, match="--fp8-scale does not go with"):
+            replace(settings_for(tiny_model, corpus), cache_dtype=cache, fp8_scale="head").check()
+    with pytest.raises(UserError, match="--fp8-scale 'row' is not known"):
+        replace(settings_for(tiny_model, corpus), cache_dtype="fp8_e4m3", fp8_scale="row").check()
 
 
 def test_other_bits_are_not_verified(

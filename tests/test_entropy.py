@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from codec.cells import BINADES, Ints, cell_limit, edge_table
 from codec.entropy import SLICE, Decoder, Encoder, decode_groups, decode_tensor, encode_groups, encode_tensor
 from codec.errors import CorruptBlob
-from codec.formats import BF16, FP16, NumberFormat
+from codec.formats import BF16, FORMATS, FP16, FP32, NumberFormat
 from codec.ideal import ideal_bits
 from codec.residual import (
     BLOCK,
@@ -36,9 +36,11 @@ from codec.residual import (
 )
 from tests import codec_samples as samples
 
-BOTH = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda f: f.name)
+ANY = list(FORMATS.values())
+EACH = pytest.mark.parametrize("fmt", ANY, ids=lambda f: f.name)
+FINE = pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda f: f.name)
 TABLE = gaussian_table()
-MODELS = {f.name: CellModel(TABLE, f) for f in (BF16, FP16)}
+MODELS = {f.name: CellModel(TABLE, f) for f in ANY}
 ONE = 1 << PRECISION
 EXACT_WORDS = [0x21694DDA, 0xFFFFFFFE, 0xD4472ADF, 0x2AFFFFFF, 0x32000000, 0x030A8009]
 
@@ -55,7 +57,9 @@ def any_placement(rng: np.random.Generator, count: int, fmt: NumberFormat) -> Pl
     return Placement(
         np.where(rng.random(count) < 0.5, near, far),
         np.where(
-            rng.random(count) < 0.7, rng.integers(-200, 80, count), rng.integers(-limit, limit - WINDOW + 1, count)
+            rng.random(count) < 0.7,
+            np.clip(rng.integers(-200, 80, count), -limit, limit - WINDOW),
+            rng.integers(-limit, limit - WINDOW + 1, count),
         ),
         rng.integers(fmt.emin, top_grid(fmt) + 1, count),
         np.where(rng.random(count) < 0.5, rng.integers(1 << 14, 1 << 16, count), rng.integers(1, (1 << 20) + 1, count)),
@@ -64,11 +68,11 @@ def any_placement(rng: np.random.Generator, count: int, fmt: NumberFormat) -> Pl
 
 # ---------------------------------------------------------------- round trips
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1), st.integers(1, 400))
+@given(st.sampled_from(ANY), st.integers(0, 2**32 - 1), st.integers(1, 400))
 def test_any_pattern_round_trips_under_any_placement(fmt: NumberFormat, seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     where = any_placement(rng, count, fmt)
-    patterns = rng.integers(0, 1 << 16, count)
+    patterns = rng.integers(0, 1 << fmt.item_bits, count)
     hostile = samples.hostile_patterns(fmt)
     patterns = np.where(rng.random(count) < 0.3, hostile[rng.integers(0, len(hostile), count)], patterns)
     stream, escapes = encode_tensor(patterns, where, MODELS[fmt.name], fmt)
@@ -81,7 +85,7 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(1, 16))
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([BF16, FP16]), shapes, st.integers(0, 2**31), st.floats(-30, 40), st.floats(-30, 40), st.floats(-30, 40),
+    st.sampled_from(ANY), shapes, st.integers(0, 2**31), st.floats(-30, 40), st.floats(-30, 40), st.floats(-30, 40),
 )  # fmt: skip
 def test_any_shape_scale_and_guess_round_trips(
     fmt: NumberFormat, shape: tuple[int, int, int], seed: int, spread: float, sigma: float, error: float
@@ -97,21 +101,23 @@ def test_any_shape_scale_and_guess_round_trips(
     assert np.array_equal(decode_tensor(stream, where, MODELS[fmt.name], fmt), patterns)
 
 
-@BOTH
+@EACH
 def test_every_pattern_codes_on_one_placement(fmt: NumberFormat) -> None:
-    patterns = np.arange(1 << 16, dtype=np.int64)
+    patterns = np.resize(samples.all_patterns(fmt), 1 << 16)
     channels = quantise_scales(np.full((1, 1), 0.03), fmt)
     for guess in (0.0, 0.5, -3.0):
         where = place(torch.full((1, 1 << 16, 1), guess), channels, fmt)
         stream, escapes = encode_tensor(patterns, where, MODELS[fmt.name], fmt)
-        assert escapes > 2 * (1 << fmt.mantissa), "infinities, NaNs and what is far away are escaped"
+        assert escapes >= (patterns & ((1 << (fmt.item_bits - 1)) - 1) >= fmt.first_nonfinite << fmt.raw).sum(), (
+            "infinities, NaNs and what is far away are escaped"
+        )
         assert np.array_equal(decode_tensor(stream, where, MODELS[fmt.name], fmt), patterns)
 
 
-@BOTH
+@EACH
 def test_guesses_beyond_the_format_and_extreme_scales(fmt: NumberFormat) -> None:
     guess = torch.tensor([1e38, -1e38, 3.4e38, 0.0, -0.0, 1e-40, fmt.max_finite, 1e-30]).view(1, 8, 1)
-    patterns = np.tile(samples.hostile_patterns(fmt), 4)[:8]
+    patterns = samples.hostile_patterns(fmt)[:8]
     for sigma in (0.0, 1e-300, 1e-6, 1.0, 1e30, np.inf, np.nan):
         where = place(guess, quantise_scales(np.full((1, 1), sigma), fmt), fmt)
         stream, _ = encode_tensor(patterns, where, MODELS[fmt.name], fmt)
@@ -141,7 +147,7 @@ def check_rows(rows: Freqs, symbols: int) -> None:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1))
+@given(st.sampled_from(ANY), st.integers(0, 2**32 - 1))
 def test_frequency_rows_are_integers_of_one_exact_sum(fmt: NumberFormat, seed: int) -> None:
     rng = np.random.default_rng(seed)
     where = any_placement(rng, 300, fmt)
@@ -153,7 +159,7 @@ def test_frequency_rows_are_integers_of_one_exact_sum(fmt: NumberFormat, seed: i
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1))
+@given(st.sampled_from(ANY), st.integers(0, 2**32 - 1))
 def test_compiled_loops_equal_the_plain_code(fmt: NumberFormat, seed: int) -> None:
     rng = np.random.default_rng(seed)
     where, block = any_placement(rng, 400, fmt), rng.integers(0, BLOCKS, 400)
@@ -163,7 +169,7 @@ def test_compiled_loops_equal_the_plain_code(fmt: NumberFormat, seed: int) -> No
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1), st.integers(1, 300))
+@given(st.sampled_from(ANY), st.integers(0, 2**32 - 1), st.integers(1, 300))
 def test_compiled_placing_equals_the_plain_code(fmt: NumberFormat, seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     sigma = 2.0 ** rng.uniform(-25, 65, (3, 1))
@@ -188,13 +194,13 @@ def test_compiled_placing_equals_the_plain_code(fmt: NumberFormat, seed: int, co
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.sampled_from([BF16, FP16]), st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 5))
+@given(st.sampled_from(ANY), st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 5))
 def test_compiled_decoding_equals_the_plain_code(fmt: NumberFormat, seed: int, group: int, groups: int) -> None:
     rng = np.random.default_rng(seed)
     flat = any_placement(rng, group * groups, fmt)
     where = Placement(*(x.reshape(groups, group) for x in (flat.mean, flat.start, flat.grid, flat.reciprocal)))
     hostile = samples.hostile_patterns(fmt)
-    patterns = rng.integers(0, 1 << 16, (groups, group))
+    patterns = rng.integers(0, 1 << fmt.item_bits, (groups, group))
     patterns = np.where(
         rng.random(patterns.shape) < 0.3, hostile[rng.integers(0, len(hostile), patterns.shape)], patterns
     )
@@ -225,7 +231,7 @@ def test_table_is_a_cumulative_distribution() -> None:
     assert (np.abs(TABLE[middle] + TABLE[2 * TABLE_REACH - middle] - (1 << TABLE_BITS)) <= 1).all(), "symmetric"
 
 
-@BOTH
+@FINE
 def test_scales_stand_for_the_sigma_they_came_from(fmt: NumberFormat) -> None:
     sigma = 2.0 ** np.linspace(-9, 5, 60).reshape(3, 20)
     back = quantise_scales(sigma, fmt)
@@ -235,7 +241,7 @@ def test_scales_stand_for_the_sigma_they_came_from(fmt: NumberFormat) -> None:
 
 
 # ---------------------------------------------------------------- size
-@BOTH
+@EACH
 @pytest.mark.parametrize(
     ("spread", "sigma"), [(1.0, 0.02), (1.0, 0.1), (8.0, 0.3), (0.05, 1.0), (200.0, 0.5), (0.0, 0.004)]
 )
@@ -247,7 +253,9 @@ def test_size_is_within_one_percent_of_the_ideal(fmt: NumberFormat, spread: floa
     scales = quantise_scales(np.full((2, 24), sigma), fmt)
     patterns = fmt.patterns(values)
     stream, _ = encode_tensor(patterns.reshape(-1), place(guess, scales, fmt), MODELS[fmt.name], fmt)
-    assert len(stream) * 8 <= 1.01 * ideal_bits(patterns, guess, scales.sigma(), fmt)
+    # within FP8's denormals all values of cell 0 are equally likely: it costs more where sigma is below them
+    most = 1.25 if fmt.coarse and sigma < 2.0**fmt.emin else 1.01
+    assert len(stream) * 8 <= most * ideal_bits(patterns, guess, scales.sigma(), fmt)
 
 
 # ---------------------------------------------------------------- constriction underneath

@@ -29,6 +29,7 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "predictor": OTHER,
         "profile": PROFILE,
         "cache_format": "bf16",
+        "fp8_scale": None,
         "loop": "open",
         "chunk_tokens": 256,
         "prefill_tokens": 512,

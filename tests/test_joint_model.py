@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import codec
-from codec import errors, exact
-from codec.closed_loop import COEFFICIENT_MAX, FEATURE_MAX, ClosedLoop, Geometry, JointLayer, Means, PairLaw
+from codec import errors
+from codec.bins import Bins, density_table
+from codec.closed_loop import Carry, ClosedLoop
 from codec.formats import BF16, FORMATS, NumberFormat
+from codec.geometry import Geometry
+from codec.joint_model import COEFFICIENT_MAX, FEATURE_MAX, JointLayer, Means, PairLaw
 from codec.residual import CellModel, gaussian_table
 from tests import codec_samples as samples
 from tests.float_model import world
@@ -23,11 +26,21 @@ from tests.test_closed_loop import check_round_trip, prompt
 
 
 # ---------------------------------------------------------------- encoder and decoder alike
+def any_loop(rng: np.random.Generator, joint: JointLayer, rope_dim: int, fmt: NumberFormat, heads: int) -> ClosedLoop:
+    """A loop of one layer; of a coarse cache with scales and bins."""
+    scales = 2.0 ** rng.uniform(-3, 3, (1, 2, heads)) if fmt.coarse else None
+    bins = Bins(gaussian_table(), density_table(), fmt) if fmt.coarse else None
+    model = CellModel(gaussian_table(), fmt)
+    return ClosedLoop([joint], rope_dim, model, fmt, history=joint.history, scales=scales, bins=bins)
+
+
 def ready_of(joint: JointLayer, fmt: NumberFormat = BF16) -> Any:
     return ClosedLoop([joint], 2, CellModel(gaussian_table(), fmt), fmt)._layers[0]
 
 
-def any_joint(rng: np.random.Generator, pairs: int, hidden: int = 8, extreme: bool = False) -> JointLayer:
+def any_joint(
+    rng: np.random.Generator, pairs: int, hidden: int = 8, extreme: bool = False, history: int = 0
+) -> JointLayer:
     """A joint model within the bounds of a profile, and no more sensible than that."""
     n = 4 * pairs
     coefficient = np.tril(rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (n, n)), -1)
@@ -37,6 +50,8 @@ def any_joint(rng: np.random.Generator, pairs: int, hidden: int = 8, extreme: bo
     coefficient[first + 1, first] = 0
     return JointLayer(
         step=rng.integers(-20, 4, n), coefficient=coefficient.astype(np.int16), unit=rng.integers(-40, -20, n),
+        given=rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (n, history * n)).astype(np.int16),
+        given_unit=rng.integers(-40, -20, n), bias=rng.standard_normal(n).astype(np.float32),
         sigma=(2.0 ** rng.uniform(-12, 6, n)).astype(np.float32), inside=rng.uniform(-2, 2, n // 4).astype(np.float32),
         gain=rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (hidden, n)).astype(np.int16), gain_unit=rng.integers(-60, -30, hidden),
     )  # fmt: skip
@@ -50,10 +65,10 @@ def test_means_one_by_one_equal_one_product(seed: int, pairs: int, tokens: int, 
     features = rng.integers(-FEATURE_MAX, FEATURE_MAX + 1, (4 * pairs, tokens)).astype(np.float64)
     if extreme:
         features = np.where(features < 0, -float(FEATURE_MAX), float(FEATURE_MAX))
-    whole = exact.product(ready.coefficient, torch.from_numpy(features)).numpy() * ready.unit
+    whole = ready.means(features, ready.bias)
     exactly = ready.coefficient.numpy().astype(np.int64) @ features.astype(np.int64)
-    assert np.array_equal(whole, exactly.astype(np.float64) * ready.unit)
-    means, n = Means(ready, tokens), 2 * pairs
+    assert np.array_equal(whole, exactly.astype(np.float64) * ready.unit + ready.bias)
+    means, n = Means(ready, tokens, ready.bias), 2 * pairs
     rows = means.features
     for j in range(n):
         assert np.array_equal(means.of(j), whole[j])
@@ -65,28 +80,37 @@ def test_means_one_by_one_equal_one_product(seed: int, pairs: int, tokens: int, 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    st.sampled_from(["bf16", "fp16"]), st.integers(0, 2**32 - 1), st.integers(1, 2), st.integers(1, 5), st.integers(0, 5), st.integers(1, 6)
+    st.sampled_from(list(FORMATS)), st.integers(0, 2**32 - 1), st.integers(1, 2), st.integers(1, 5), st.integers(0, 5), st.integers(1, 6),
+    st.integers(0, 2),
 )  # fmt: skip
 def test_any_joint_model_round_trips_any_truth(
-    name: str, seed: int, heads: int, half: int, turned: int, tokens: int
+    name: str, seed: int, heads: int, half: int, turned: int, tokens: int, history: int
 ) -> None:
     """Guesses, truths, angles and models that have nothing to do with one another."""
     rng, fmt, dim = np.random.default_rng(seed), FORMATS[name], 2 * half
     rope_dim = 2 * min(turned, half)
-    joint = any_joint(rng, heads * half)
-    loop = ClosedLoop([joint], rope_dim, CellModel(gaussian_table(), fmt), fmt)
+    joint = any_joint(rng, heads * half, history=history)
+    loop = any_loop(rng, joint, rope_dim, fmt, heads)
+    carry = Carry((rng.integers(-FEATURE_MAX, FEATURE_MAX, (4 * heads * half, tokens)).astype(np.float64),))
     shape = (heads, tokens, dim)
     guess: Any = tuple(
         torch.from_numpy((rng.standard_normal(shape) * 2.0 ** rng.uniform(-8, 8)).astype(np.float32)) for _ in range(2)
     )
     angle = torch.from_numpy(rng.uniform(0, 7, (tokens, rope_dim // 2)).astype(np.float32))
     near = [fmt.patterns(samples.cast(g, fmt)) ^ rng.integers(0, 40, shape) for g in guess]
-    truth: Any = tuple(fmt.tensor(np.where(rng.random(shape) < 0.3, rng.integers(0, 1 << 16, shape), x)) for x in near)
+    far = rng.integers(0, 1 << fmt.item_bits, shape)
+    truth: Any = tuple(fmt.tensor(np.where(rng.random(shape) < 0.3, far, x)) for x in near)
     turn = torch.cos(angle), torch.sin(angle)
-    coded = loop.encode(0, truth, guess, turn, False)
-    decoded = loop.decode(0, coded.streams, guess, turn)
+    coded = loop.encode(0, truth, guess, turn, False, carry)
+    decoded = loop.decode(0, coded.streams, guess, turn, carry)
     assert samples.same_bits([decoded.values], [truth])
-    for told in (decoded.next, loop.next(0, truth, guess, turn)):
+    for told in (decoded.next, loop.known(0, truth, guess, turn, carry)[1]):
+        if history:
+            assert isinstance(told.carry, Carry) and isinstance(coded.next.carry, Carry)
+            assert len(told.carry.features) == min(history, 2)
+            assert all(
+                np.array_equal(*pair) for pair in zip(told.carry.features, coded.next.carry.features, strict=True)
+            )
         assert all(torch.equal(a, b) for a, b in zip(told.attend, coded.next.attend, strict=True))
         assert told.correction is not None and coded.next.correction is not None
         assert torch.equal(told.correction, coded.next.correction)
@@ -118,8 +142,7 @@ def test_an_outlier_steers_nothing_and_a_large_residual_is_clamped() -> None:
 
     def features(value: float) -> Any:
         truth = torch.zeros(1, 1, 6, dtype=torch.bfloat16), torch.full((1, 1, 6), value, dtype=torch.bfloat16)
-        _, found = loop._known(loop._layers[0], Geometry(guess, turn, 6), truth)
-        return found[:6]
+        return loop.known(0, truth, guess, turn)[0].features[:6]
 
     assert (features(0.5) == 128).all() and (features(reach * 2) == FEATURE_MAX).all()
     assert (features(-reach * 3) == -FEATURE_MAX).all()
@@ -198,7 +221,7 @@ def test_fit_recovers_a_regression() -> None:
     half, moments = tokens // 3, []
     for piece in (slice(0, half), slice(half, tokens)):
         error = f[:, piece].T @ gain.T + noise[piece]
-        moments.append(LayerMoments(f[:, piece] @ f[:, piece].T, f[:, piece] @ error, error.shape[0]))
+        moments.append(LayerMoments.of(None, f[:, piece], f[:, piece], error))
     moments[0].add(moments[1])
     joint = fit(moments[0])
     got = joint.coefficient * 2.0 ** joint.unit[:, None].astype(float) / 2.0 ** joint.step[None].astype(float)
@@ -218,8 +241,8 @@ def test_fit_of_nothing_and_of_constants() -> None:
     from codec.joint_fit import LayerMoments, fit
 
     with pytest.raises(errors.UserError, match="no token"):
-        fit(LayerMoments(np.zeros((8, 8)), np.zeros((8, 3)), 0))
-    still = fit(LayerMoments(np.zeros((8, 8)), np.zeros((8, 3)), 5))
+        fit(LayerMoments.of(None, np.zeros((8, 0)), np.zeros((8, 0)), np.zeros((0, 3))))
+    still = fit(LayerMoments.of(None, np.zeros((8, 5)), np.zeros((8, 5)), np.zeros((5, 3))))
     assert (still.sigma > 0).all() and not still.coefficient.any() and not still.gain.any()
 
 

@@ -178,12 +178,16 @@ def test_runs_in_the_format_asked_for(tiny_model: Path, make_tiny_model: MakeMod
     assert resolve_cache_format(resolve_model(tiny_model)) == "bf16"
     assert resolve_cache_format(resolve_model(make_tiny_model(dtype="float16")), "auto") == "fp16"
     single = resolve_model(make_tiny_model(dtype="float32"))
-    with pytest.raises(UserError) as error:
-        load_target(single)
-    one_sentence(error, "float32", "bf16", "fp16")
+    full = load_target(single)
+    assert full.cache_format == "fp32" and full.prefill(full.new_cache(), IDS)[0][0].dtype == torch.float32
     assert load_target(single, "bf16").dtype == torch.bfloat16
     with pytest.raises(UserError, match="int8"):
         resolve_cache_format(single, "int8")
+    edit(Path(single.path) / "config.json", lambda c: c.update(dtype="float64", torch_dtype="float64"))
+    for wanted in (None, "fp8_e4m3"):  # an FP8 cache does not say what the model is computed in
+        with pytest.raises(UserError) as error:
+            load_weights(single, wanted)
+        one_sentence(error, "float64", "bf16, fp16 or fp32")
 
 
 @pytest.mark.parametrize("family", ["Mistral", "DeepseekV3", "Jamba"])
@@ -363,8 +367,7 @@ def test_gguf_dtype_and_fingerprint(tmp_path: Path) -> None:
     tiny_gguf(tmp_path / "single.gguf", "F32")
     half = resolve_model(tmp_path / "half.gguf")
     assert resolve_cache_format(half) == "fp16"
-    with pytest.raises(UserError, match="float32"):
-        resolve_cache_format(resolve_model(tmp_path / "single.gguf"))
+    assert resolve_cache_format(resolve_model(tmp_path / "single.gguf")) == "fp32"
     shutil.copy(tmp_path / "half.gguf", tmp_path / "renamed.gguf")
     assert resolve_model(tmp_path / "renamed.gguf").fingerprint() == half.fingerprint() != half.fingerprint("bf16")
 

@@ -68,6 +68,8 @@ class PredictorState:
 class Predictor:
     """A predictor's weights on one device."""
 
+    history = 0  # earlier layers that the joint models look back to: a predictor's own guesses say more
+
     def __init__(self, config: PredictorConfig, tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> None:
         self.config = config
         self.device = torch.device(device)

@@ -17,6 +17,7 @@ verified               every chunk came back with the checksums taken from the t
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,20 +25,35 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import codec
 from codec.errors import UserError
+from codec.formats import number_format
+from codec.scales import CacheScales
 from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
 from jobs.bench.machine import available_cores, describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
+from pipeline.cache_scales import largest
+from pipeline.calibration import closed_sample
 from pipeline.model_source import load_config, load_tokenizer, resolve_cache_format, resolve_model
-from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS, Options, check_window
+from pipeline.options import (
+    CACHE_FORMATS,
+    DEFAULT_FP8_SCALE,
+    FP8_SCALES,
+    LOOPS,
+    MAX_CHUNK_TOKENS,
+    PREDICTORS,
+    Options,
+    check_window,
+    scale_mode,
+)
 from pipeline.paths import blob_path, predictor_path, profile_path
 from pipeline.rung import Rung
 from pipeline.store import Store
-from pipeline.target import Target, load_target
+from pipeline.target import Target, kv_shape, load_target, run_format
 from pipeline.target import context_length as context_length_of
 
 Note = Callable[[str], None]
@@ -54,6 +70,7 @@ class Settings:
     loop: str = Options.loop
     window: int | None = None
     cache_dtype: str | None = None
+    fp8_scale: str | None = None
     tokens: int = 1024
     train: int = 12
     test: int = 6
@@ -61,7 +78,8 @@ class Settings:
     threads: int = field(default_factory=available_cores)
 
     def check(self) -> None:
-        """Raise UserError for the first number that cannot be."""
+        """Raise UserError for the first value that cannot be."""
+        scale_mode(self.cache_dtype, self.fp8_scale)
         check_window(self.window)
         for name in ("tokens", "train", "test", "chunk_tokens", "threads"):
             top = MAX_CHUNK_TOKENS if name == "chunk_tokens" else 2**31 - 1
@@ -108,7 +126,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the predictor attends to the first tokens and the last N (default: all)",
     )
-    add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    add(
+        "--cache-dtype",
+        choices=CACHE_FORMATS,
+        help="dtype of the cache, and to run the target in unless it is FP8 (default: the model's own)",
+    )
+    add(
+        "--fp8-scale",
+        choices=FP8_SCALES,
+        help=f"scales of an FP8 cache, calibrated on the calibration prompts (default: {DEFAULT_FP8_SCALE})",
+    )
     for name, text in (
         ("tokens", "tokens of a prompt; shorter prompts are skipped"),
         ("train", "prompts to calibrate on"),
@@ -136,7 +163,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("prompts", f"{s['test']} measured, {s['train']} for calibration, {s['tokens']:,} tokens each"),
         (
             "predictor",
-            f"{s['predictor']}{window}, {s['loop']} loop, {s['cache_dtype']} cache, chunks of {s['chunk_tokens']}",
+            f"{s['predictor']}{window}, {s['loop']} loop, {_cache(s)} cache, chunks of {s['chunk_tokens']}",
         ),
         ("bits a scalar", f"{r['bits_per_scalar']:.3f} (K {r['bits_k']:.3f}, V {r['bits_v']:.3f})"),
         (
@@ -154,6 +181,11 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("verified", f"{r['chunks']} chunks" if r["verified"] else "NO: decoded bits differ from the target's"),
         ("machine", f"{m['cpu']}, {s['threads']} threads of {m['cores']} cores, load {m['load']}, torch {m['torch']}"),
     ]
+
+
+def _cache(settings: dict[str, Any]) -> str:
+    scale = settings["fp8_scale"]
+    return f"{settings['cache_dtype']} (scale: {scale})" if scale else str(settings["cache_dtype"])
 
 
 # ---------------------------------------------------------------- the measurement
@@ -175,7 +207,9 @@ def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]
         read_prompts(uri, tokenizer, tokens=settings.tokens, count=count)
         for uri, count in ((settings.calibration, settings.train), (settings.eval, settings.test))
     )
-    target = load_target(source, cache_format)
+    mode = scale_mode(cache_format, settings.fp8_scale)
+    target = load_target(source, run_format(source, cache_format))
+    target = target.with_cache(cache_format, make_scales(settings, target, cache_format, mode, train, note))
     identity = source.fingerprint(cache_format)
     store = Store.open(str(folder / "store"))
     predictor, profile = calibrate(settings, target, identity, store, train, note)
@@ -191,11 +225,25 @@ def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]
         "peak_rss_bytes": peak,
         "peak_rss_decode_bytes": decoded.peak_rss_bytes,
     }
-    shown = asdict(settings) | {"model": source.name, "cache_dtype": cache_format}
+    shown = asdict(settings) | {"model": source.name, "cache_dtype": cache_format, "fp8_scale": mode or None}
     shown["prompts"] = [settings.train, settings.test]
     # Names without folders: where files lie on one machine says nothing about the figures.
     shown |= {name: getattr(settings, name).rstrip("/").rpartition("/")[2] for name in ("calibration", "eval")}
     return figures(encoded, decoded) | sizes | {"settings": shown, "machine": machine}
+
+
+def make_scales(
+    settings: Settings, target: Target, cache_format: str, mode: str, prompts: Sequence[Tensor], note: Note
+) -> CacheScales | None:
+    """Scales of an FP8 cache as the job makes them, from the calibration prompts; None for other formats ("")."""
+    if not mode:
+        return None
+    layers, _, heads = kv_shape(target.config)
+    if mode == "none":
+        return CacheScales.none(layers, heads)
+    note(f"calibrating the cache's scales on {len(prompts)} prompts")
+    found = (largest(target, tokens, settings.chunk_tokens) for tokens in prompts)
+    return CacheScales.calibrated(mode, functools.reduce(np.maximum, found), number_format(cache_format))
 
 
 def calibrate(
@@ -226,9 +274,9 @@ def _calibrate_open(
         note(f"calibrating on prompt {number + 1} of {len(prompts)}")
         cache, state = target.new_cache(), predictor.new_state()
         for ids in _chunks(tokens, settings.chunk_tokens):
-            moments.add(codec.measure(predictor, state, ids, target.prefill(cache, ids)))
+            moments.add(codec.measure(predictor, state, ids, target.prefill_latent(cache, ids)[2], target.scales))
     step = settings.chunk_tokens
-    return codec.freeze(predictor, identity, target.cache_format, moments, prefill_tokens=step)
+    return codec.freeze(predictor, identity, target.cache_format, moments, prefill_tokens=step, scales=target.scales)
 
 
 def _calibrate_closed(
@@ -240,15 +288,12 @@ def _calibrate_closed(
     note: Note,
 ) -> codec.Profile:
     note(f"running the target on {len(prompts)} calibration prompts")
-    samples = []
-    for tokens in prompts:
-        cache = target.new_cache()
-        states = [target.prefill_states(cache, ids)[1] for ids in _chunks(tokens, settings.chunk_tokens)]
-        hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
-        samples.append(codec.ClosedSample(tokens, target.read(cache, 0, len(tokens)), hidden))
+    samples = [closed_sample(target, tokens, settings.chunk_tokens) for tokens in prompts]
     note("calibrating layer by layer")
     step = settings.chunk_tokens
-    return codec.calibrate_closed(predictor, identity, target.cache_format, samples, prefill_tokens=step)
+    return codec.calibrate_closed(
+        predictor, identity, target.cache_format, samples, prefill_tokens=step, scales=target.scales
+    )
 
 
 def encode_prompts(
@@ -257,11 +302,12 @@ def encode_prompts(
 ) -> Encoded:  # fmt: skip
     """Encode the evaluation prompts chunk by chunk, and put the blobs into the store."""
     out = Encoded()
+    scales = b"" if target.scales is None else target.scales.to_bytes()
     for number, tokens in enumerate(prompts):
         note(f"encoding prompt {number + 1} of {len(prompts)}")
         # A salt a prompt: shared prefixes are stored again, so that the store holds what the rate is about.
         salt, fmt, step = number.to_bytes(4, "little"), profile.cache_format, settings.chunk_tokens
-        root = codec.root_key(target=profile.target, cache_format=fmt, chunk_tokens=step, salt=salt)
+        root = codec.root_key(target=profile.target, cache_format=fmt, chunk_tokens=step, scales=scales, salt=salt)
         keys = codec.chunk_keys(root, tokens.numpy(), step)
         cache, state, parent = target.new_cache(), predictor.new_state(), codec.ROOT_DIGEST
         for key, ids in zip(keys, _chunks(tokens, step), strict=True):

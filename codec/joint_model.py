@@ -1,0 +1,153 @@
+"""The joint residual model of a layer (DESIGN 4.4): which law each channel has, given what was coded before it.
+
+Residuals are taken in the coding order (codec.geometry). A channel's *feature* is its residual in whole steps, a power of two
+well below its sigma. Its mean is an integer combination of the features before it (the Cholesky factor of their covariance, as
+regression coefficients), of the features that earlier layers carried here, and a constant; so the encoder gets all means from
+one product and the decoder one after another, and both get the same integers. A pair (a, b) is a 2-D Gaussian; rotated by
+the token's angle it gives the law of the two K channels that are stored: the first, then the second given the first.
+Everything but the integer products is elementwise float64.
+
+Shapes: N = 2 * J * D channels, P = N / 4 pairs, G carried features, M hidden dims, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from codec import exact
+from codec.cells import Ints
+from codec.formats import NumberFormat
+from codec.geometry import Floats, Geometry
+from codec.residual import ChannelScales, scale_integers
+
+FEATURE_MAX = 1 << 14  # a feature is clamped to this many steps, about 16 sigma
+REACH = 4 * FEATURE_MAX  # a residual of more steps is an outlier that must not steer anything
+COEFFICIENT_MAX = 1 << 15
+BLOCK = 32  # channels whose means the decoder updates one by one; those beyond are updated block by block
+_LEAST = 2.0**-40  # no variance of a pair falls below this part of itself
+
+
+@dataclass(frozen=True)
+class JointLayer:
+    """One layer's joint model, as stored in a profile."""
+
+    step: Ints  # [N]: a feature's step is 2**step
+    # [N, N], strictly lower triangular; row j in units of 2**unit[j] a step; 0 between the two of a pair
+    coefficient: NDArray[np.int16]
+    unit: Ints  # [N]
+    given: NDArray[np.int16]  # [N, G]: on carried features, in units of 2**given_unit[j]
+    given_unit: Ints  # [N]
+    bias: NDArray[np.float32]  # [N]: mean of the residual
+    sigma: NDArray[np.float32]  # [N]: of the innovation of each channel
+    inside: NDArray[np.float32]  # [P]: regression of b on a
+    gain: NDArray[np.int16]  # [M, N]: hidden-state correction in units of 2**gain_unit[m], of the state's RMS
+    gain_unit: Ints  # [M]
+
+    @property
+    def history(self) -> int:
+        """How many layers back it looks."""
+        return int(self.given.shape[1] // self.step.shape[0])
+
+    def check(self) -> None:
+        """The sums are exact (DESIGN 5); raises InexactBackend."""
+        terms = max(self.step.shape[0], self.given.shape[1], 1)
+        exact.bound("joint model", 15, 14, float(np.log2(terms)))  # exact: a bound, not a value
+
+
+class Ready:
+    """A JointLayer in the types that the arithmetic uses."""
+
+    def __init__(self, joint: JointLayer, fmt: NumberFormat) -> None:
+        n = len(joint.step)
+        self.values = n // 2  # V channels; as many K channels follow
+        self.step = np.ldexp(1.0, joint.step.astype(np.int64))[:, None]
+        self.step_k, self.step_v = np.maximum(self.step[n // 2 :: 2], self.step[n // 2 + 1 :: 2]), self.step[: n // 2]
+        self.unit = np.ldexp(1.0, joint.unit.astype(np.int64))[:, None]
+        self.coefficient = torch.from_numpy(joint.coefficient.astype(np.float64))
+        self.given = torch.from_numpy(joint.given.astype(np.float64))
+        self.given_unit = np.ldexp(1.0, joint.given_unit.astype(np.int64))[:, None]
+        self.bias = joint.bias.astype(np.float64)[:, None]
+        self.gain = torch.from_numpy(joint.gain.astype(np.float64))
+        self.gain_unit = np.ldexp(1.0, joint.gain_unit.astype(np.int64))[:, None]
+        self.sigma = joint.sigma.astype(np.float64)[:, None]
+        self.value_scales = ChannelScales(*scale_integers(self.sigma[: self.values], fmt))
+        variance = self.sigma * self.sigma
+        self.w = joint.inside.astype(np.float64)[:, None]
+        self.va = variance[self.values :: 2]
+        self.cab = self.w * self.va
+        self.vi = variance[self.values + 1 :: 2]
+        self.vb = self.w * self.cab + self.vi
+
+    def base(self, carried: Floats | None) -> Floats:
+        """What the means are before any feature of this layer: [N, 1] or [N, T]."""
+        if carried is None or not self.given.shape[1]:
+            return self.bias
+        given: Floats = exact.product(self.given, torch.from_numpy(carried)).numpy() * self.given_unit + self.bias
+        return given
+
+    def means(self, features: Floats, base: Floats) -> Floats:
+        """Means of all residuals [N, T], given all features."""
+        found: Floats = exact.product(self.coefficient, torch.from_numpy(features)).numpy() * self.unit + base
+        return found
+
+    def features(self, residual: Floats, rows: slice = slice(None)) -> Floats:
+        """Residuals in the coding order [n, T] to whole steps."""
+        steps: Floats = np.rint(np.clip(residual / self.step[rows], -FEATURE_MAX, FEATURE_MAX))
+        return steps
+
+    def correction(self, features: Floats, limit: float) -> NDArray[np.float32]:
+        """What the features say about the hidden state: [T, M], in units of its RMS."""
+        total = exact.product(self.gain, torch.from_numpy(features)).numpy() * self.gain_unit
+        return np.ascontiguousarray(np.clip(total, -limit, limit).astype(np.float32).T)
+
+
+class PairLaw:
+    """The law of stored K channels of pairs [P, T] (or some of them), from the means of a and b given all channels before."""
+
+    def __init__(self, ready: Ready, geometry: Geometry, a: Floats, b: Floats, some: slice = slice(None)) -> None:
+        c, s = geometry.cos[some], geometry.sin[some]
+        va, vb, cab, b = ready.va[some], ready.vb[some], ready.cab[some], b + ready.w[some] * a
+        cc, ss, cs = c * c, s * s, c * s
+        twice = (cab + cab) * cs
+        v_first = va * cc + vb * ss - twice
+        v_first = np.maximum(v_first, _LEAST * va)
+        across = (va - vb) * cs + cab * (cc - ss)
+        self.mean_first = a * c - b * s
+        self._mean_second = a * s + b * c
+        self._slope = across / v_first
+        self.sigma_first = np.sqrt(v_first)
+        self.sigma_second = np.sqrt(va * ready.vi[some] / v_first)  # the determinant: no difference that could cancel
+
+    def second(self, first: Floats) -> Floats:
+        """Mean of the second channel's residual given the first's."""
+        mean: Floats = self._mean_second + self._slope * (first - self.mean_first)
+        return mean
+
+
+class Means:
+    """The decoder's means: features come one by one, sums of whole blocks are done at once."""
+
+    def __init__(self, ready: Ready, tokens: int, base: Floats) -> None:
+        """`features`: rows [N, T], to be filled in order by whoever decodes."""
+        self._ready = ready
+        self.features = np.zeros((len(ready.step), tokens))
+        self._base = np.broadcast_to(base, self.features.shape)
+        self._sum = np.zeros_like(self.features)
+        self._done = 0  # rows whose part in all later means is in _sum
+
+    def of(self, j: int) -> Floats:
+        """Mean of channel j's residual given the features of the channels before it: [T]."""
+        ready = self._ready
+        while j >= self._done + BLOCK:
+            begin, end = self._done, self._done + BLOCK
+            block = torch.from_numpy(self.features[begin:end])
+            self._sum[end:] += exact.product(ready.coefficient[end:, begin:end], block).numpy()
+            self._done = end
+        fresh = slice(self._done, j)
+        near = exact.product(ready.coefficient[j : j + 1, fresh], torch.from_numpy(self.features[fresh])).numpy()
+        mean: Floats = (self._sum[j] + near[0]) * ready.unit[j] + self._base[j]
+        return mean

@@ -1,0 +1,70 @@
+"""The known answer: a digest that every process must reproduce on its own device before it encodes or decodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from codec import exact
+from codec.checksums import digest
+from codec.chunk import check_pair
+from codec.errors import KnownAnswerMismatch
+from codec.formats import NumberFormat
+from codec.loop import follow
+from codec.predictor import Predictor
+from codec.profile import Profile
+
+KNOWN_TOKENS = 48
+
+
+def known_answer(predictor: Predictor, profile: Profile) -> bytes:
+    """Digest of the guesses and bitstreams of a made-up prompt: fixed tokens, and a truth near the guesses with every kind of outlier.
+
+    It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt; 16 bytes.
+    """
+    check_pair(predictor, profile)
+    c, fmt = predictor.config, profile.format
+    tokens = torch.arange(KNOWN_TOKENS, dtype=torch.int64) * 7919 % min(c.vocab, 50021)
+    tokens = tokens[: predictor.context_length]
+    scales = None if profile.scales is None else torch.from_numpy(profile.scales.values).to(predictor.device)
+    state, digests = predictor.new_state(), [digest(exact.elementwise_sample(predictor.device))]
+    for begin in range(0, len(tokens), KNOWN_TOKENS // 2):
+        part = tokens[begin : begin + KNOWN_TOKENS // 2]
+        run = predictor.run([state], [part])
+        carry: object = None
+        for layer in range(c.layers):
+            guess = run.guess(layer)[0]
+            near = [g if scales is None else g / scales[layer, n][:, None, None] for n, g in enumerate(guess)]
+            truth = _made_up_truth(near[0], layer, fmt), _made_up_truth(near[1], layer + 1, fmt)
+            coded = profile.loop_codec.encode(layer, truth, guess, run.turns()[0], False, carry)
+            carry = coded.next.carry
+            exactly = b"".join(_bits(t) for t in (*guess, run.h))
+            digests.append(digest(exactly + coded.streams[0] + coded.streams[1]))
+            if layer < c.layers - 1:
+                follow(run, layer, [coded.next])
+        run.commit()
+    return digest(b"".join(digests))
+
+
+def _bits(t: Tensor) -> bytes:
+    return bytes(t.cpu().contiguous().view(torch.int32).numpy().astype("<i4").tobytes())
+
+
+def _made_up_truth(guess: Tensor, seed: int, fmt: NumberFormat) -> Tensor:
+    """Patterns near the guess's, and now and then any pattern at all."""
+    patterns = fmt.patterns(guess.clamp(-fmt.max_finite, fmt.max_finite).to(fmt.dtype))
+    i = np.arange(patterns.size, dtype=np.int64).reshape(patterns.shape) + 977 * seed
+    near = patterns ^ (i * 40503 % 65521 % (4 if fmt.coarse else 16))
+    return fmt.tensor(np.where(i % 251 == 0, i * 2654435761 % (1 << fmt.item_bits), near))
+
+
+def check_known_answer(predictor: Predictor, profile: Profile) -> None:
+    """To be called by every process on its device before its first chunk. Raises InexactBackend or KnownAnswerMismatch."""
+    exact.prove_backend(predictor.device)
+    got = known_answer(predictor, profile).hex()
+    if got != profile.facts.known_answer:
+        raise KnownAnswerMismatch(
+            f"This process computes known-answer digest {got} where profile {profile.id.hex()[:16]} says "
+            f"{profile.facts.known_answer}; its arithmetic or its libraries differ, so it must not encode or decode."
+        )
