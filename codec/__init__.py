@@ -31,11 +31,21 @@ from codec.joint_fit import LayerMoments
 from codec.joint_model import JointLayer
 from codec.keys import ROOT_DIGEST, chunk_keys, content_id, root_key
 from codec.known_answer import check_known_answer
-from codec.predictor import Predictor, PredictorState, build_predictor
+from codec.predictor import (
+    CALIBRATED,
+    Predictor,
+    PredictorState,
+    Ranges,
+    build_pilot,
+    build_predictor,
+    fit_predictor,
+    measure_ranges,
+)
 from codec.profile import Profile
 from codec.scales import CacheScales
 
 __all__ = [
+    "CALIBRATED",
     "ROOT_DIGEST",
     "BlobHeader",
     "CacheScales",
@@ -53,6 +63,8 @@ __all__ = [
     "Predictor",
     "PredictorState",
     "Profile",
+    "Ranges",
+    "build_pilot",
     "build_predictor",
     "calibrate_closed",
     "check_known_answer",
@@ -63,9 +75,11 @@ __all__ = [
     "encode",
     "encode_batch",
     "fit_layers",
+    "fit_predictor",
     "freeze",
     "freeze_closed",
     "measure",
+    "measure_ranges",
     "read_header",
     "root_key",
 ]

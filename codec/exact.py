@@ -70,9 +70,12 @@ def product_int8(a: Tensor, b: Tensor) -> Tensor:
     where the int8 kernel is a plain loop: without VNNI it took 30 times as long.
     """
     # torch 2.13 does not even initialise the result for a width of 1
-    if a.shape[1] > 1 and _int8_kernel_is_faster(a.device) and _int8_kernel_is_exact(a.device):
-        return torch._int_mm(a, b)
-    return _float32_product(a, b)
+    return torch._int_mm(a, b) if a.shape[1] > 1 and int8_kernel_serves(a.device) else _float32_product(a, b)
+
+
+def int8_kernel_serves(device: torch.device) -> bool:
+    """Whether `product_int8` takes the int8 kernel; where it does not, whole integers in float64 may be cheaper than limbs."""
+    return _int8_kernel_is_faster(device) and _int8_kernel_is_exact(device)
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ def row_sum(q: Tensor) -> Tensor:
 
 def pow2(exponent: Tensor) -> Tensor:
     """2**exponent as float32 for an int32 exponent in -126..127, by writing the exponent field."""
-    return ((exponent + 127) << 23).view(torch.float32)
+    return (exponent + 127).bitwise_left_shift_(23).view(torch.float32)
 
 
 def row_integers(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,8 +208,7 @@ def weights_from_scores(t: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tens
         t = torch.where(allowed, t, torch.full_like(t, -1e30))
     t = (t - t.amax(-1, keepdim=True)).clamp_min_(-100.0)
     p, n = exp2_fraction(t)
-    q = torch.round(p.mul_(pow2(n + PROBABILITY_BITS)))
-    w = q.to(torch.float64)
+    w = p.mul_(pow2(n.add_(PROBABILITY_BITS))).round_().to(torch.float64)
     return w, row_sum(w)
 
 

@@ -39,6 +39,12 @@ def parser() -> argparse.ArgumentParser:
         help="whether the predictor sees decoded values (default: %(default)s)",
     )
     add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="the predictor attends to the first tokens and the last N (default: all)",
+    )
+    add(
         "--cache-dtype",
         choices=CACHE_FORMATS,
         help="dtype of the cache, and to run the target in unless it is FP8 (default: the model's own)",

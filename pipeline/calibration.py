@@ -12,6 +12,7 @@ import importlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from pipeline.model_source import localise
 from pipeline.paths import predictor_path, profile_config_path, profile_path
 from pipeline.plan import Prompt
 from pipeline.prompts import PromptReader
+from pipeline.rung import LIMB_PROMPTS
 from pipeline.store import ObjectMissing
 from pipeline.target import Target, load_target, run_format
 from pipeline.work import Device, Job, PromptRef, load_predictor, load_profile
@@ -74,6 +76,7 @@ def config_hash(job: Job) -> bytes:
         "predictor": job.predictor_kind,
         "cache_format": job.cache_format,
         "loop": job.loop,
+        "window": job.window or 0,
         "codec": PROFILE_VERSION,
         "coder": BACKEND,
     }
@@ -128,20 +131,19 @@ class Calibrator:
             self._target = load_checked_target(self._job, self._device)
         return self._target
 
-    def build(self) -> bytes:
+    def ranges(self, samples: Sequence[Sample]) -> codec.Ranges:
+        """How large activations get on these samples."""
+        return self._job.rung.ranges(self._loaded(), self._tokens(samples))
+
+    def build(self, ranges: codec.Ranges | None, samples: Sequence[Sample]) -> bytes:
         """Build the predictor from the target's weights, put it into the store, return its fingerprint."""
-        target = self._loaded()
-        # On the CPU wherever the target is, so that the predictor is the same.
-        weights = {name: tensor.cpu() for name, tensor in target.weights().items()}
-        predictor = codec.build_predictor(
-            target.config,
-            weights,
-            kind=self._job.predictor_kind,
-            bf16=target.dtype == torch.bfloat16,
-            exact_kv=self._job.loop == "closed",
-        )
+        predictor = self._job.rung.build(self._loaded(), ranges, self._tokens(samples))
         self._job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
         return predictor.fingerprint
+
+    def _tokens(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        refs = [sample.prompt for sample in samples]
+        return [torch.from_numpy(self._reader.tokens(ref.part, ref.row, ref.n_tokens).copy()) for ref in refs]
 
     def layers(self) -> int:
         """How many layers the model has."""
@@ -283,7 +285,8 @@ def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, 
     remote = ray.remote(Calibrator).options(num_cpus=cpus, num_gpus=gpus)
     pool = [remote.remote(job, device) for _ in range(min(actors, len(samples)))]
     try:
-        fingerprint = ray.get(pool[0].build.remote())
+        ranges = _ranges(ray, pool, samples) if job.rung.calibrated else None
+        fingerprint = ray.get(pool[0].build.remote(ranges, samples[:LIMB_PROMPTS]))
         ray.get([actor.load.remote(fingerprint) for actor in pool])
         calibrate_loop = _calibrate_closed if job.loop == "closed" else _calibrate_open
         profile_id = calibrate_loop(ray, pool, samples)
@@ -291,6 +294,14 @@ def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, 
         for actor in pool:
             ray.kill(actor)
     return offer_profile(job, profile_id)
+
+
+def _ranges(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> codec.Ranges:
+    """A barrier: every actor measures a share of the samples. The largest values are the same in any order."""
+    found: list[codec.Ranges] = ray.get(
+        [actor.ranges.remote(list(samples[i :: len(pool)])) for i, actor in enumerate(pool)]
+    )
+    return reduce(codec.Ranges.merge, found)
 
 
 def _calibrate_open(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from codec import profile
 from codec.errors import UserError
 from codec.formats import FORMATS
-from codec.predictor.config import KINDS
+from codec.predictor.config import KINDS, LIMITS
 from codec.scales import SCALE_MODES
 
 PREDICTORS = KINDS
@@ -61,6 +61,7 @@ class Options:
     store: str
     predictor: str = "int8-a16"  # the fewest bits for what it costs, as measured by jobs/benchmark.py
     loop: str = "closed"
+    window: int | None = None  # tokens that the predictor attends to besides the first few; None for all
     cache_dtype: str | None = None
     fp8_scale: str | None = None  # None: DEFAULT_FP8_SCALE where the cache is FP8
     chunk_tokens: int = 256
@@ -86,6 +87,7 @@ class Options:
         _one_of("--predictor", self.predictor, PREDICTORS)
         _one_of("--loop", self.loop, LOOPS)
         _one_of("--device", self.device, DEVICES)
+        check_window(self.window)
         if self.cache_dtype is not None:
             _one_of("--cache-dtype", self.cache_dtype, CACHE_FORMATS)
         scale_mode(self.cache_dtype, self.fp8_scale)
@@ -121,6 +123,12 @@ class Options:
         if not value:
             raise UserError(f"the environment variable {self.salt_env} that --salt-env names is unset or empty")
         return value.encode()
+
+
+def check_window(window: int | None) -> None:
+    """Raise UserError for a window that cannot be; None is all tokens."""
+    if window is not None:
+        _between("--window", window, 1, LIMITS["context_length"])
 
 
 def scale_mode(cache_dtype: str | None, fp8_scale: str | None) -> str:

@@ -17,6 +17,7 @@ from pipeline.model_source import ModelSource
 from pipeline.options import Verify
 from pipeline.paths import predictor_path, profile_path
 from pipeline.plan import Prompt
+from pipeline.rung import Rung
 from pipeline.store import Store
 
 # What became of a chunk that a group needed.
@@ -43,8 +44,14 @@ class Job:
     predictor: bytes = b""
     profile: bytes = b""
     verify: Verify = ALL
+    window: int | None = None
     scale_mode: str = ""  # of an FP8 cache: one of SCALE_MODES
     scales: bytes = b""  # CacheScales of an FP8 cache; empty also as long as they are not known
+
+    @property
+    def rung(self) -> Rung:
+        """How its predictor is made."""
+        return Rung(self.predictor_kind, self.loop, self.window)
 
     @property
     def scaled(self) -> bool:

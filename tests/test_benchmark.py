@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+import codec
 from codec.errors import UserError
 from codec.formats import number_format
-from jobs.bench import rate
+from jobs.bench import predictor, rate
 from jobs.bench.decode_process import Decoded, decode_all
 from jobs.bench.prompts import plain_text, read_prompts
 from pipeline.target import load_tokenizer, resolve_model
@@ -218,3 +219,38 @@ def test_a_line_that_is_no_json(tiny_model: Path, tmp_path: Path) -> None:
 def test_numbers_below_one(name: str) -> None:
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 0 must be at least 1"):
         replace(rate.Settings("m", "a", "b"), **{name: 0}).check()
+
+
+def test_windows_below_one(tiny_model: Path, corpus: Path) -> None:
+    for settings in (rate.Settings("m", "a", "b", window=0), predictor.Settings("m", "a", window=0)):
+        with pytest.raises(UserError, match="--window 0 must be at least 1"):
+            settings.check()
+
+
+@pytest.mark.parametrize("kind", ["int8-mixed", "int4"])
+def test_calibrated_rungs_and_windows(tiny_model: Path, corpus: Path, tmp_path: Path, kind: str) -> None:
+    """What the ladder needs of calibration gets to the predictor, and what is stored comes back."""
+    settings = replace(settings_for(tiny_model, corpus), predictor=kind, loop="closed", window=16)
+    result = rate.measure_rate(settings, tmp_path, lambda text: None)
+    assert result["verified"] is True and result["settings"]["window"] == 16
+    assert dict(rate.rows(result))["predictor"].startswith(f"{kind} (window 16), closed loop")
+    (stored,) = (tmp_path / "store").glob("predictors/*.safetensors")
+    made = codec.Predictor.from_bytes(stored.read_bytes())
+    assert made.config.window == 16 and (made.layers[0].smooth is not None) == (kind == "int8-mixed")
+
+
+def test_predictor_passes(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    line = f"predictor --model {tiny_model} --corpus {corpus} --predictor int8 --predictor fp8 --tokens 80 --chunk-tokens 30"
+    done = benchmark(*line.split(), "--repeats", "2", "--threads", "1", "--cache-dtype", "bf16", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result["sides"]) == ["target", "int8", "fp8"] and result["sides"]["target"]["times_target"] == 1
+    for side in result["sides"].values():
+        assert side["tokens_per_s"] == pytest.approx(80 / side["seconds"]) and side["spread"] >= 1
+    assert result["settings"]["tokens"] == 80 and result["machine"]["torch"] == torch.__version__
+
+
+def test_figures_of_passes_are_medians() -> None:
+    found = predictor.figures({"target": [1.0, 4.0, 2.0], "int8": [3.0, 3.0, 9.0]}, 100)
+    assert found["target"] == {"seconds": 2.0, "tokens_per_s": 50.0, "times_target": 1.0, "spread": 4.0}
+    assert found["int8"]["times_target"] == 1.5 and found["int8"]["spread"] == 3.0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import codec
 from codec import exact
+from codec.predictor import packed
 from codec.predictor.linear import FORMS, STORED_DTYPES, Inputs, Linear, quantise_weight
 from tests import codec_samples as samples
 from tests.test_predictor import agreement, cache_of, model, predictor_of
@@ -160,6 +161,28 @@ def test_layers_equal_integers(form: str, fallback: bool, rows: int, width: int,
     assert torch.equal(got, want.to(torch.float32))
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(1, 8), st.integers(1, 700), st.integers(0, 2**31))
+def test_whole_integers_in_float64_equal_limbs(rows: int, width: int, seed: int) -> None:
+    """The fast way of 16-bit weights where there is no int8 kernel."""
+    generator = torch.Generator().manual_seed(seed)
+    top = exact.ROW_MAX
+    weight = torch.randint(-top, top + 1, (5, width), generator=generator)
+    weight[:, ::3] = weight[:, ::3].sign() * top
+    x = torch.randn(rows, width, generator=generator)
+    layer = Linear(
+        "int16", weight.to(torch.int16), torch.rand(5, generator=generator), torch.randn(5, generator=generator)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "int8_kernel_serves", lambda device: False)
+        fast = layer(Inputs(x))
+        patch.setattr(layer, "_whole", None)
+        plain = layer(Inputs(x))
+        patch.setattr(exact, "int8_kernel_serves", lambda device: True)
+        assert torch.equal(layer(Inputs(x)), plain)
+    assert torch.equal(fast, plain)
+
+
 # ---------------------------------------------------------------- quantisers and layers
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 2**31), st.floats(-90, 90))
@@ -180,16 +203,28 @@ def test_quantise_int8_of_extreme_rows() -> None:
 def test_weights_are_quantised_a_channel_at_a_time(form: str) -> None:
     weight = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 4, 8)[:, None]
     weight[5] = 0
-    q, scale = quantise_weight(weight, form)
-    assert q.dtype == STORED_DTYPES[form] and torch.isfinite(scale).all() and (scale > 0).all()
+    q, scale = unpacked(weight, form)
+    assert (
+        quantise_weight(weight, form)["weight"].dtype == STORED_DTYPES[form]
+        and torch.isfinite(scale).all()
+        and (scale > 0).all()
+    )
     error = (q.double() * scale.double()[:, None] - weight.double()).abs().amax(1)
-    step = {"fp8": 1 / 27, "int16": 0.51 / 32639}.get(form, 0.51 / 127)
+    step = {"fp8": 1 / 27, "int16": 0.51 / 32639, "int4": 0.2, "mxfp4": 0.3}.get(form, 0.51 / 127)
     assert (error <= weight.double().abs().amax(1) * step).all()
+
+
+def unpacked(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """(integers as a Linear takes them, scales)"""
+    parts = quantise_weight(weight, form)
+    if "shift" in parts:
+        parts["weight"] = packed.unpack("w", form, parts["weight"], parts["shift"], weight.shape[1])
+    return parts["weight"], parts["scale"]
 
 
 def layer_error(form: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
     """RMS error of a layer relative to its output's RMS."""
-    q, scale = quantise_weight(weight, form)
+    q, scale = unpacked(weight, form)
     got = Linear(form, q, scale, bias)(Inputs(x)).double()
     want = x.double() @ weight.double().T
     want = want if bias is None else want + bias.double()
@@ -229,7 +264,7 @@ def test_rows_are_quantised_once_and_do_not_see_each_other() -> None:
     x = torch.randn(9, 33, generator=generator) * torch.logspace(-12, 12, 9)[:, None]
     weight = torch.randn(5, 33, generator=generator)
     for form in FORMS:
-        q, scale = quantise_weight(weight, form)
+        q, scale = unpacked(weight, form)
         layer = Linear(form, q, scale, None)
         inputs = Inputs(x)
         together = layer(inputs)

@@ -2,5 +2,8 @@
 
 from codec.predictor.build import build_predictor
 from codec.predictor.decoder import Predictor, PredictorState, Run
+from codec.predictor.fit import CALIBRATED, build_pilot, fit_predictor
+from codec.predictor.ranges import Ranges, measure_ranges
 
-__all__ = ["Predictor", "PredictorState", "Run", "build_predictor"]
+__all__ = ["CALIBRATED", "Predictor", "PredictorState", "Ranges", "Run", "build_pilot", "build_predictor", "fit_predictor",
+           "measure_ranges"]  # fmt: skip

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from codec.errors import PredictorError, UnsupportedFormat, UserError
-from codec.predictor.config import KINDS, check_family, from_hf, head_dim
+from codec.predictor.config import KINDS, LIMBED, SMOOTHED, PredictorConfig, check_family, from_hf, head_dim
 from codec.predictor.decoder import Predictor
+from codec.predictor.limbs import choose_limbs, products
 from codec.predictor.linear import quantise_weight
+from codec.predictor.ranges import LayerWeights, Ranges, smooth_layer
 from codec.predictor.rope import frequencies
 
 PROJECTIONS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
@@ -29,34 +31,38 @@ def build_predictor(
     kind: str = "fp8",
     bf16: bool = True,
     exact_kv: bool = False,
+    *,
+    ranges: Ranges | None = None,
+    limbs: Tensor | None = None,
+    window: int = 0,
 ) -> Predictor:
     """Quantise a target's weights.
 
     config: the Hugging Face config as a dict; tensors: its weights under their Hugging Face names, any float dtype;
     bf16: whether the target runs in bf16 (it then rounds cos and sin so); exact_kv: keep the K and V projections in full precision
-    (for the closed loop). Raises UnsupportedArchitecture, UserError.
+    (for the closed loop); ranges: smooth the activations by these, where the rung gains by it; limbs: int32 [layers, 5] for int8-mixed
+    (`limbs.choose_limbs`), without which the inputs of `down`, then of `o` and `q`, get the second limbs that the budget allows;
+    window: tokens that attention sees besides the first few, 0 for all. Raises UnsupportedArchitecture, UserError.
     """
     if kind not in KINDS:
         raise UnsupportedFormat(f"Predictor '{kind}' is unknown; supported are: {', '.join(KINDS)}.")
     check_family(config)
     rope = frequencies(config, head_dim(config))
-    shape = from_hf(config, kind, (rope.type, 2 * rope.inverse.shape[1], rope.scaling), bf16, exact_kv)
+    shape = from_hf(config, kind, (rope.type, 2 * rope.inverse.shape[1], rope.scaling), bf16, exact_kv, window)
     out: dict[str, Tensor] = {
         "embed": _get(tensors, "model.embed_tokens.weight").to(torch.bfloat16 if bf16 else torch.float32).contiguous(),
         "rope.inverse": rope.inverse.contiguous(),
         "rope.starts": torch.tensor(rope.starts, dtype=torch.int64),
     }
+    if kind == "int8-mixed":
+        out["limbs"] = (_default_limbs(shape) if limbs is None else limbs.to(torch.int32)).contiguous()
     exponents = []
     for layer in range(shape.layers):
-        source, name = f"model.layers.{layer}.", f"layers.{layer}."
-        for short, long in PROJECTIONS.items():
-            weight = _get(tensors, source + long + ".weight").float()
-            out[f"{name}{short}.weight"], out[f"{name}{short}.scale"] = quantise_weight(weight, shape.form(short))
-            bias = tensors.get(source + long + ".bias")
-            if bias is not None:
-                out[f"{name}{short}.bias"] = bias.float().contiguous()
-        for short, long in (("norm1", "input_layernorm"), ("norm2", "post_attention_layernorm")):
-            out[name + short] = _get(tensors, f"{source}{long}.weight").float().contiguous()
+        source = f"model.layers.{layer}."
+        weights = _layer_weights(tensors, source)
+        if ranges is not None and kind in SMOOTHED:
+            weights = smooth_layer(weights, ranges, layer, exact_kv)
+        out |= {f"layers.{layer}.{name}": tensor for name, tensor in _quantised(weights, shape).items()}
         exponents.append(_value_exponents(tensors, source, shape.kv_heads))
     out["value_exponents"] = torch.stack(exponents)
     for tensor_name, tensor in out.items():
@@ -68,6 +74,35 @@ def build_predictor(
         return Predictor(shape, out)
     except PredictorError as error:  # else it would be stored, and no process could load it
         raise UserError(f"No predictor can be made of this model: {error}") from error
+
+
+def _layer_weights(tensors: Mapping[str, Tensor], source: str) -> LayerWeights:
+    weight = {short: _get(tensors, f"{source}{long}.weight").float() for short, long in PROJECTIONS.items()}
+    bias = {
+        short: b.float()
+        for short, long in PROJECTIONS.items()
+        if (b := tensors.get(f"{source}{long}.bias")) is not None
+    }
+    norm1, norm2 = (
+        _get(tensors, f"{source}{n}.weight").float() for n in ("input_layernorm", "post_attention_layernorm")
+    )
+    return LayerWeights(weight, bias, norm1, norm2)
+
+
+def _quantised(layer: LayerWeights, shape: PredictorConfig) -> dict[str, Tensor]:
+    """What is stored of a layer, by name."""
+    out = {f"{n}.bias": b.contiguous() for n, b in layer.bias.items()}
+    out |= {"norm1": layer.norm1.contiguous(), "norm2": layer.norm2.contiguous()}
+    for n, weight in layer.weight.items():
+        out |= {f"{n}.{part}": tensor for part, tensor in quantise_weight(weight, shape.form(n)).items()}
+    return out if layer.smooth is None else out | {"smooth": layer.smooth}
+
+
+def _default_limbs(shape: PredictorConfig) -> Tensor:
+    """Where nothing was calibrated: inputs that are largest at their worst come first."""
+    order = {"down": 3.0, "o": 2.0, "q": 1.0}
+    gains = torch.tensor([order.get(name, 0.0) * products(shape)[name] for name in LIMBED], dtype=torch.float64)
+    return choose_limbs(shape, gains.expand(shape.layers, -1))
 
 
 def _value_exponents(tensors: Mapping[str, Tensor], source: str, kv_heads: int) -> Tensor:

@@ -13,7 +13,9 @@ from codec.predictor.rope import regime
 
 SUPPORTED = ("llama",)
 MAX_CONTEXT = 1 << 17  # beyond, attention sums would need more bits than float64 holds exactly
-KINDS = ("fp8", "int8", "int8-a16")  # rungs of the ladder that this family has
+KINDS = ("fp8", "int8", "int8-mixed", "int8-a16", "int4", "mxfp4")  # rungs of the ladder
+SMOOTHED = ("int8", "int8-mixed", "int8-a16")  # rungs that smoothing makes better; with 4-bit weights it costs 0.4 bit
+LIMBED = ("q", "o", "gate", "up", "down")  # projections whose activations int8-mixed gives one or two limbs
 LIMITS = {
     "layers": 1024,
     "hidden": 1 << 17,
@@ -47,10 +49,18 @@ class PredictorConfig:
     rope_scaling: float  # factor on cos and sin
     rope_bf16: bool  # the target rounds cos and sin to bf16
     exact_kv: bool  # K and V projections in full precision, for the closed loop
+    window: int  # tokens that attention sees, besides the first few; 0 for all
 
-    def form(self, projection: str) -> str:
-        """The number format of a projection (q, k, v, o, gate, up, down): fp8, int8, int8-a16 or int16."""
-        return "int16" if self.exact_kv and projection in ("k", "v") else self.kind
+    def form(self, projection: str, limbs: int = 1) -> str:
+        """The number format of a projection (q, k, v, o, gate, up, down): one of `linear.FORMS`.
+
+        limbs: of its activations, where the rung is int8-mixed; K and V always have two there.
+        """
+        if self.exact_kv and projection in ("k", "v"):
+            return "int16"
+        if self.kind == "int8-mixed":
+            return "int8-a16" if limbs == 2 or projection in ("k", "v") else "int8"
+        return self.kind
 
     def to_json(self) -> str:
         """Canonical text, part of the predictor's fingerprint."""
@@ -75,6 +85,8 @@ class PredictorConfig:
             value = getattr(config, name)
             if type(value) is not int or not 1 <= value <= limit:
                 raise PredictorError(f"The predictor's configuration says {name} = {value!r}; allowed is 1 to {limit}.")
+        if type(config.window) is not int or not 0 <= config.window <= LIMITS["context_length"]:
+            raise PredictorError(f"The predictor's configuration says window = {config.window!r}.")
         numbers = (config.norm_eps, config.rope_scaling)
         if (
             any(type(x) is not float or not math.isfinite(x) or not 2.0**-60 <= x <= 2.0**20 for x in numbers)
@@ -100,7 +112,7 @@ class PredictorConfig:
 
 
 def from_hf(
-    config: Mapping[str, Any], kind: str, rope: tuple[str, int, float], bf16: bool, exact_kv: bool
+    config: Mapping[str, Any], kind: str, rope: tuple[str, int, float], bf16: bool, exact_kv: bool, window: int = 0
 ) -> PredictorConfig:
     """Map a Hugging Face config (as a dict) of a supported family; `rope` is (type, rotated dims, scaling).
 
@@ -114,7 +126,7 @@ def from_hf(
         intermediate=int(config["intermediate_size"]), vocab=int(config["vocab_size"]), norm_eps=float(config["rms_norm_eps"]),
         context_length=min(int(config["max_position_embeddings"]), MAX_CONTEXT),
         rope_type=rope[0], rope_dim=rope[1], rope_scaling=rope[2], rope_bf16=bf16,
-        exact_kv=exact_kv,
+        exact_kv=exact_kv, window=window,
     )  # fmt: skip
     try:
         return PredictorConfig.from_json(shape.to_json())  # what could not be read back is not built either

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import safetensors
@@ -20,11 +20,13 @@ from torch import Tensor
 from codec import exact
 from codec.errors import PredictorError, UserError
 from codec.keys import content_id
-from codec.predictor.config import PredictorConfig
+from codec.predictor import packed
+from codec.predictor.attention import Seen, attend
+from codec.predictor.config import LIMBED, PredictorConfig
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
 from codec.predictor.rope import cos_sin, rotate
 
-_SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
+SMOOTH_LIMIT = 24  # a channel's smoothing scale is 2**-24 .. 2**24
 _HIDDEN_LIMIT = 1e30
 _FREQUENCY_LIMIT = 1024.0
 # With scales and norms below this, no projection of a normalised row leaves float32: 2**9 * 2**20 * 2**18 * 2**9 * 2**20.
@@ -45,24 +47,7 @@ class Layer:
     norm1: Tensor
     norm2: Tensor
     value_step: Tensor  # float32 [J, 1, 1], powers of two
-
-
-@dataclass
-class Seen:
-    """K and V that attention in one layer sees, as integers: keys, values int16 [J, S, D]; key_scale float32 [J, S, 1]."""
-
-    keys: Tensor
-    key_scale: Tensor
-    values: Tensor
-
-    def first(self, n: int) -> Seen:
-        """The first n tokens."""
-        return Seen(self.keys[:, :n], self.key_scale[:, :n], self.values[:, :n])
-
-    def then(self, other: Seen) -> Seen:
-        """These tokens followed by others."""
-        pairs = ((self.keys, other.keys), (self.key_scale, other.key_scale), (self.values, other.values))
-        return Seen(*(torch.cat(p, 1) for p in pairs))
+    smooth: Tensor | None  # float32 [H * D], powers of two by which attention's output is multiplied
 
 
 class PredictorState:
@@ -157,11 +142,14 @@ class Predictor:
                   "down": (c.hidden, c.intermediate)}  # fmt: skip
         expected: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "value_exponents": (c.layers, c.kv_heads)}
         for i in range(c.layers):
-            expected |= {f"layers.{i}.{n}.weight": s for n, s in widths.items()} | {
-                f"layers.{i}.{n}.scale": s[:1] for n, s in widths.items()
-            }
+            for n, s in widths.items():
+                expected |= self._weight_shapes(f"layers.{i}.{n}.", self.config.form(n), s)
+            if (name := f"layers.{i}.smooth") in self._stored:
+                expected[name] = widths["o"][1:]
             expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
             expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
+        if c.kind == "int8-mixed":
+            expected["limbs"] = (c.layers, len(LIMBED))
         regimes = self._stored["rope.starts"].numel() if "rope.starts" in self._stored else 1
         expected |= {"rope.starts": (regimes,), "rope.inverse": (regimes, c.rope_dim // 2)}
         self._check_shapes(expected)
@@ -173,6 +161,14 @@ class Predictor:
         exact.bound("attention scores", 30, math.log2(c.head_dim))
         exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
         exact.bound("squares of a row", 30, math.log2(c.hidden))
+
+    @staticmethod
+    def _weight_shapes(name: str, form: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        scale = {name + "scale": shape[:1]}
+        if form not in packed.FORMS:
+            return scale | {name + "weight": shape}
+        weight, shift = packed.stored_shapes(*shape)
+        return scale | {name + "weight": weight, name + "shift": shift}
 
     def _check_shapes(self, expected: dict[str, tuple[int, ...]]) -> None:
         for name, shape in expected.items():
@@ -193,7 +189,9 @@ class Predictor:
             return (torch.bfloat16, torch.float32)
         if name.endswith(".weight"):
             return (STORED_DTYPES[self.config.form(name.split(".")[-2])],)
-        return ({"value_exponents": torch.int32, "rope.starts": torch.int64}.get(name, torch.float32),)
+        own = {"value_exponents": torch.int32, "rope.starts": torch.int64, "limbs": torch.int32, "smooth": torch.int32,
+               "shift": torch.uint8}  # fmt: skip
+        return (own.get(name, own.get(name.rpartition(".")[2], torch.float32)),)
 
     def _check_values(self) -> None:
         starts: list[int] = self._stored["rope.starts"].tolist()
@@ -210,6 +208,7 @@ class Predictor:
             raise PredictorError(
                 "The predictor's rotary regimes or value exponents are out of range; the file is corrupt."
             )
+        self._check_choices()
         for name, tensor in self._stored.items():
             if tensor.dtype == torch.int16:
                 limit: float = exact.ROW_MAX
@@ -222,18 +221,34 @@ class Predictor:
                     f"The predictor's tensor '{name}' holds a value beyond {limit:g}; it cannot be computed with."
                 )
 
+    def _check_choices(self) -> None:
+        """What calibration chose: limbs and smoothing scales."""
+        limbs = self._stored.get("limbs")
+        if limbs is not None and bool(((limbs != 1) & (limbs != 2)).any()):
+            raise PredictorError("The predictor's limbs are neither 1 nor 2; the file is corrupt.")
+        for i in range(self.config.layers):
+            smooth = self._stored.get(f"layers.{i}.smooth")
+            if smooth is not None and bool((smooth.clamp(-SMOOTH_LIMIT, SMOOTH_LIMIT) != smooth).any()):
+                raise PredictorError(f"The predictor's smoothing of layer {i} is out of range; the file is corrupt.")
+
     def _layer(self, i: int) -> Layer:
-        t, name = self._stored, f"layers.{i}."
+        t, name, c = self._stored, f"layers.{i}.", self.config
+        limbs = dict(zip(LIMBED, t["limbs"][i].tolist(), strict=True)) if c.kind == "int8-mixed" else {}
 
         def linear(n: str) -> Linear:
-            form, bias, weight = self.config.form(n), t.get(f"{name}{n}.bias"), t[f"{name}{n}.weight"]
+            form, bias, weight = c.form(n, limbs.get(n, 1)), t.get(f"{name}{n}.bias"), t[f"{name}{n}.weight"]
+            if form in packed.FORMS:
+                width = {"o": c.heads * c.head_dim, "down": c.intermediate}.get(n, c.hidden)
+                weight = packed.unpack(f"{name}{n}.weight", form, weight, t[f"{name}{n}.shift"], width)
             bias = None if bias is None else bias.to(self.device)
             return Linear(form, weight.to(self.device), t[f"{name}{n}.scale"].to(self.device), bias)
 
         step = exact.pow2(t["value_exponents"][i].to(torch.int32))[:, None, None].to(self.device)
         norm1, norm2 = (t[name + n].to(self.device) for n in ("norm1", "norm2"))
         q, k, v, o = linear("q"), linear("k"), linear("v"), linear("o")
-        return Layer(q, k, v, o, linear("gate"), linear("up"), linear("down"), norm1, norm2, step)
+        smooth = t.get(name + "smooth")
+        smooth = None if smooth is None else exact.pow2(-smooth).to(self.device)
+        return Layer(q, k, v, o, linear("gate"), linear("up"), linear("down"), norm1, norm2, step, smooth)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of int64 positions [R] as the target uses them: float32 [R, rope_dim / 2] each."""
@@ -274,13 +289,16 @@ class Run:
         self.h = predictor.embed[ids].to(torch.float32)  # [R, hidden]
         self.seen: list[list[Seen]] = []  # a layer: a sequence
         self.x: Inputs | None = None  # the layer's normalised input
+        self.watch: Callable[[int, str, Tensor], None] | None = (
+            None  # told layer, name and rows of every input of linear layers
+        )
         self.rms = self.h[:, :1]
 
     def guess(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Guessed K and V of a layer, float32 [J, T, D] each, for every sequence."""
         w = self.p.layers[layer]
         x, self.rms = self._norm(self.h, w.norm1)
-        self.x = Inputs(x)
+        self.x = self._inputs(layer, "norm1", x)
         k = rotate(self._heads(w.k(self.x), self.c.kv_heads), self.cos, self.sin)
         v = self._heads(w.v(self.x), self.c.kv_heads)
         return list(zip(k.split_with_sizes(self.lengths, 1), v.split_with_sizes(self.lengths, 1), strict=True))
@@ -296,17 +314,24 @@ class Run:
         if corrections is not None:
             self.h = (self.h + torch.cat(list(corrections)) * self.rms).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
             self.x = Inputs(self._norm(self.h, w.norm1)[0])
+        self.h, seen = self.output(w, layer, kv)
+        self.seen.append(seen)
+        self.x = None
+
+    def output(self, w: Layer, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Seen]]:
+        """The state after a layer with weights w, float32 [R, hidden], and what its attention saw; the run stays as it is."""
         assert self.x is not None, "guess(layer) comes before advance(layer)"
         q = rotate(self._heads(w.q(self.x), self.c.heads), self.cos, self.sin)  # [H, R, D]
         new = [self._integers(k, v, w) for k, v in kv]
         seen = [s.layers[layer].then(n) if s.length else n for s, n in zip(self.states, new, strict=True)]
-        self.seen.append(seen)
-        out = [self._attend(part, s, w) for part, s in zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)]
-        h = self.h + w.o(Inputs(torch.cat(out)))
-        x = Inputs(self._norm(h, w.norm2)[0])
+        queries = zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)
+        attended = torch.cat([attend(part, s, w.value_step, self.c.window) for part, s in queries])
+        if w.smooth is not None:
+            attended = attended * w.smooth
+        h = self.h + w.o(self._inputs(layer, "attention", attended))
+        x = self._inputs(layer, "norm2", self._norm(h, w.norm2)[0])
         y = (exact.silu(w.gate(x)) * w.up(x)).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
-        self.h = (h + w.down(Inputs(y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
-        self.x = None
+        return (h + w.down(self._inputs(layer, "mlp", y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT), seen
 
     def turns(self) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of every sequence's new tokens, float32 [T, rope_dim / 2] each: what un-rotates K."""
@@ -323,6 +348,11 @@ class Run:
             state.length += n
 
     # ------------------------------------------------------------ parts
+    def _inputs(self, layer: int, name: str, x: Tensor) -> Inputs:
+        if self.watch is not None:
+            self.watch(layer, name, x)
+        return Inputs(x)
+
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         """[R, heads * D] -> [heads, R, D]"""
         return x.view(len(x), heads, self.c.head_dim).transpose(0, 1)
@@ -339,31 +369,3 @@ class Run:
         keys, scale = exact.row_integers(k)
         values = torch.round(v / w.value_step).clamp(-exact.ROW_MAX, exact.ROW_MAX)
         return Seen(keys.to(torch.int16), scale, values.to(torch.int16))
-
-    def _attend(self, q: Tensor, seen: Seen, w: Layer) -> Tensor:
-        """Causal attention of one sequence: q float32 [H, T, D] -> float32 [T, H * D], over blocks of queries."""
-        heads, tokens, dim = q.shape
-        groups, total = heads // self.c.kv_heads, seen.keys.shape[1]
-        qi, qs = exact.row_integers(q)
-        qi = qi.view(self.c.kv_heads, groups, tokens, dim).to(torch.float64)
-        to_base_2 = exact.LOG2E / math.sqrt(dim)  # exact: a constant, one rounding
-        qs = qs.view(self.c.kv_heads, groups, tokens, 1) * to_base_2
-        keys, values = seen.keys.to(torch.float64).transpose(1, 2), seen.values.to(torch.float64)
-        key_scale = seen.key_scale.to(torch.float64).transpose(1, 2)
-        place = torch.arange(total, device=q.device)
-        step = max(1, _SCORES_AT_ONCE // (heads * total))
-        out = []
-        for begin in range(0, tokens, step):
-            end = min(begin + step, tokens)
-            visible = total - tokens + end
-            block = qi[:, :, begin:end].reshape(self.c.kv_heads, -1, dim)
-            # Scaling by powers of two is exact.
-            scores = exact.product(block, keys[:, :, :visible]) * key_scale[:, :, :visible]
-            t = scores.to(torch.float32) * qs[:, :, begin:end].reshape(self.c.kv_heads, -1, 1)
-            t = t.clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)  # infinities would make NaNs, whose casts differ by processor
-            allowed = place[:visible] <= place[visible - (end - begin) : visible, None]
-            weights, norm = exact.weights_from_scores(t, allowed.repeat(groups, 1))
-            o = exact.product(weights, values[:, :visible]) / norm * w.value_step.to(torch.float64)
-            o = o.to(torch.float32).view(self.c.kv_heads, groups, end - begin, dim)
-            out.append(o.permute(2, 0, 1, 3).reshape(end - begin, heads * dim))
-        return torch.cat(out)

@@ -5,14 +5,18 @@ A layer's input is quantised once for each format that asks for it, whatever the
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from codec import exact
+from codec.predictor import packed
 
-FORMS = ("fp8", "int8", "int8-a16", "int16")
-STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8-a16": torch.int8, "int16": torch.int16}
-_ACTIVATIONS = {"fp8": "fp8", "int8": "int8", "int8-a16": "int15", "int16": "int15"}
+FORMS = ("fp8", "int8", "int8-a16", "int16", "int4", "mxfp4")
+STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8-a16": torch.int8, "int16": torch.int16,
+                 "int4": torch.uint8, "mxfp4": torch.uint8}  # fmt: skip
+_ACTIVATIONS = {"fp8": "fp8", "int8": "int8", "int8-a16": "int15", "int16": "int15", "int4": "int8", "mxfp4": "int8"}
 _LIMB = 256.0
 
 
@@ -46,28 +50,40 @@ class Linear:
     """y = x Wᵀ + b, with scales that belong to a row of x or to an output channel.
 
     fp8: e4m3 weights and activations; int8: both int8; int8-a16: int8 weights, 15-bit activations; int16: 16-bit weights and
-    15-bit activations ("full precision"). What has more than 8 bits is summed in int8 limbs.
+    15-bit activations ("full precision"); int4, mxfp4: 4-bit weights spread to int8 (`packed`), int8 activations. What has more than
+    8 bits is summed in int8 limbs.
     """
 
     def __init__(self, form: str, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        """weight: as stored [out, in]; scale float32 [out]; bias float32 [out] or None; all on one device."""
+        """weight: as stored, or what `packed.unpack` made of it, [out, in]; scale float32 [out]; bias float32 [out] or None; all
+        on one device."""
         self.form, self.scale, self.bias = form, scale.to(torch.float64), bias
+        self._whole: Tensor | None = None  # 16-bit weights for a float64 product, which is exact: 15 + 15 + 18 bits
         if form == "fp8":
             # e4m3 values are bf16 values, and those convert faster.
             self._limbs = [weight.to(torch.float32).to(torch.bfloat16)]
         elif form == "int16":
             self._limbs = [limb.T for limb in exact.limbs(weight.to(torch.float32))]
+            self._whole = weight
         else:
             self._limbs = [weight.T]
+
+    def in_form(self, form: str) -> Linear:
+        """The same integer weights under activations of another form."""
+        other = copy.copy(self)
+        other.form = form
+        return other
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """float32 [R, out]"""
         rows, scale = inputs.quantised(_ACTIVATIONS[self.form])
         if self.form == "fp8":
             total = exact.product(rows[0], self._limbs[0].to(torch.float32).to(torch.float64).T)
+        elif self._whole is not None and not exact.int8_kernel_serves(self.scale.device):
+            total = exact.product(whole(rows), self._whole.to(torch.float64).T)
         else:
             total = self._integer_product(rows)
-        y = (total * scale.to(torch.float64) * self.scale).to(torch.float32)
+        y = total.mul_(scale.to(torch.float64)).mul_(self.scale).to(torch.float32)
         return y if self.bias is None else y + self.bias
 
     def _integer_product(self, rows: list[Tensor]) -> Tensor:
@@ -75,17 +91,28 @@ class Linear:
         total: Tensor | None = None
         for i, a in enumerate(rows):
             for j, w in enumerate(self._limbs):
-                part = exact.product_int8(a, w).to(torch.float64) * _LIMB ** (i + j)  # exact: a power of two
-                total = part if total is None else total + part
+                part = exact.product_int8(a, w).to(torch.float64)
+                if i + j:
+                    part.mul_(_LIMB ** (i + j))  # exact: a power of two
+                total = part if total is None else total.add_(part)
         assert total is not None
         return total
 
 
-def quantise_weight(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:  # exact: computed once and stored
-    """float32 [out, in] -> (weights as stored: float8_e4m3fn, int8 or int16; scale float32 [out], one an output channel)."""
+def whole(limbs: list[Tensor]) -> Tensor:
+    """int8 limbs, low first, as the float64 integers they stand for."""
+    low, high = (limb.to(torch.float64) for limb in limbs)
+    return high.mul_(_LIMB).add_(low)
+
+
+def quantise_weight(weight: Tensor, form: str) -> dict[str, Tensor]:  # exact: computed once and stored
+    """float32 [out, in] -> what is stored of it: `weight` in STORED_DTYPES, `scale` float32 [out], and for packed forms `shift`."""
+    if form in packed.FORMS:
+        nibbles, shift, scale = packed.quantise(weight, form)
+        return {"weight": nibbles, "shift": shift, "scale": scale}
     top = {"fp8": exact.E4M3_MAX, "int16": float(exact.ROW_MAX)}.get(form, 127.0)
     scale = (weight.abs().amax(1) / top).clamp_min(2.0**-100)
     q = (weight / scale[:, None]).clamp(-top, top)
     if form != "fp8":
         q = torch.round(q)
-    return q.to(STORED_DTYPES[form]).contiguous(), scale.contiguous()
+    return {"weight": q.to(STORED_DTYPES[form]).contiguous(), "scale": scale.contiguous()}

@@ -47,9 +47,11 @@ from pipeline.options import (
     MAX_CHUNK_TOKENS,
     PREDICTORS,
     Options,
+    check_window,
     scale_mode,
 )
 from pipeline.paths import blob_path, predictor_path, profile_path
+from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import Target, kv_shape, load_target, run_format
 from pipeline.target import context_length as context_length_of
@@ -66,6 +68,7 @@ class Settings:
     eval: str
     predictor: str = Options.predictor
     loop: str = Options.loop
+    window: int | None = None
     cache_dtype: str | None = None
     fp8_scale: str | None = None
     tokens: int = 1024
@@ -77,6 +80,7 @@ class Settings:
     def check(self) -> None:
         """Raise UserError for the first value that cannot be."""
         scale_mode(self.cache_dtype, self.fp8_scale)
+        check_window(self.window)
         for name in ("tokens", "train", "test", "chunk_tokens", "threads"):
             top = MAX_CHUNK_TOKENS if name == "chunk_tokens" else 2**31 - 1
             if not 1 <= getattr(self, name) <= top:
@@ -117,6 +121,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the predictor sees decoded values (default: %(default)s)",
     )
     add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="the predictor attends to the first tokens and the last N (default: all)",
+    )
+    add(
         "--cache-dtype",
         choices=CACHE_FORMATS,
         help="dtype of the cache, and to run the target in unless it is FP8 (default: the model's own)",
@@ -148,9 +158,13 @@ def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures for people."""
     s, m, r = result["settings"], result["machine"], result
+    window = f" (window {s['window']})" if s["window"] else ""
     return [
         ("prompts", f"{s['test']} measured, {s['train']} for calibration, {s['tokens']:,} tokens each"),
-        ("predictor", f"{s['predictor']}, {s['loop']} loop, {_cache(s)} cache, chunks of {s['chunk_tokens']}"),
+        (
+            "predictor",
+            f"{s['predictor']}{window}, {s['loop']} loop, {_cache(s)} cache, chunks of {s['chunk_tokens']}",
+        ),
         ("bits a scalar", f"{r['bits_per_scalar']:.3f} (K {r['bits_k']:.3f}, V {r['bits_v']:.3f})"),
         (
             "ideal code length",
@@ -237,12 +251,11 @@ def calibrate(
 ) -> tuple[codec.Predictor, codec.Profile]:
     """Build predictor and profile, and put them into the store."""
     note("building the predictor")
-    closed = settings.loop == "closed"
-    predictor = codec.build_predictor(
-        target.config, target.weights(), kind=settings.predictor, bf16=target.dtype == torch.bfloat16, exact_kv=closed
-    )
+    rung = Rung(settings.predictor, settings.loop, settings.window)
+    ranges = rung.ranges(target, prompts) if rung.calibrated else None
+    predictor = rung.build(target, ranges, prompts)
     store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
-    fit = _calibrate_closed if closed else _calibrate_open
+    fit = _calibrate_closed if settings.loop == "closed" else _calibrate_open
     profile = fit(settings, target, identity, predictor, prompts, note)
     store.put_new(profile_path(profile.id), profile.to_bytes())
     return predictor, profile

@@ -1,0 +1,182 @@
+"""`predictor`: what a predictor's pass costs beside the target's own prefill, in one process and on the same threads.
+
+A pass computes what encoding computes without coding anything: guesses of K and V in every layer, and the state after it. Predictors
+are built without calibration, which changes numbers but no cost (int8-mixed has the products that its budget allows). Sides take turns,
+and each figure is the median of its repeats.
+
+sides           by name: seconds of a pass over the prompt, tokens_per_s, and times_target: seconds over the target's
+spread          of a side: the slowest repeat over the fastest
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import codec
+from codec.errors import UserError
+from jobs.bench.machine import available_cores, describe
+from jobs.bench.prompts import read_prompts
+from pipeline.model_source import load_tokenizer, resolve_cache_format, resolve_model
+from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS, Options, check_window
+from pipeline.rung import Rung
+from pipeline.target import Target, load_target
+
+Note = Callable[[str], None]
+TARGET = "target"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; the names are those of the command line."""
+
+    model: str
+    corpus: str
+    predictor: Sequence[str] = ("int8",)
+    loop: str = Options.loop
+    window: int | None = None
+    cache_dtype: str | None = None
+    tokens: int = 1024
+    chunk_tokens: int = 256
+    repeats: int = 3
+    threads: int = field(default_factory=available_cores)
+
+    def check(self) -> None:
+        """Raise UserError for the first number that cannot be."""
+        check_window(self.window)
+        for name in ("tokens", "chunk_tokens", "repeats", "threads"):
+            top = MAX_CHUNK_TOKENS if name == "chunk_tokens" else 2**31 - 1
+            if not 1 <= getattr(self, name) <= top:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1 and at most {top}"
+                )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `predictor`."""
+    given = Settings("", "")
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
+    add("--corpus", required=True, metavar="URI", help="its first prompt that is long enough is taken")
+    add(
+        "--predictor", action="append", choices=PREDICTORS, help="a rung of the ladder; may be repeated (default: int8)"
+    )
+    add(
+        "--loop",
+        default=given.loop,
+        choices=LOOPS,
+        help="closed: K and V projections in 16 bits (default: %(default)s)",
+    )
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="the predictor attends to the first tokens and the last N (default: all)",
+    )
+    add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    for name, text in (
+        ("tokens", "tokens of the prompt"), ("chunk_tokens", "tokens of a step, of target and predictor alike"),
+        ("repeats", "passes of every side"), ("threads", "torch threads"),
+    ):  # fmt: skip
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=int, default=getattr(given, name), metavar="N", help=text + " (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
+    """Measure; `note` is told what is going on."""
+    given = {name: getattr(arguments, name) for name in Settings.__dataclass_fields__}
+    settings = Settings(**(given | {"predictor": given["predictor"] or Settings.predictor}))
+    settings.check()
+    return measure(settings, note)
+
+
+def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures for people."""
+    s, m = result["settings"], result["machine"]
+    shown = [
+        (
+            name,
+            f"{side['tokens_per_s']:,.1f} tokens/s, {side['times_target']:.2f}x the target's time (spread {side['spread']:.2f})",
+        )
+        for name, side in result["sides"].items()
+    ]
+    what = f"{s['tokens']:,} tokens in steps of {s['chunk_tokens']}, {s['repeats']} repeats, {s['cache_dtype']} cache, {s['loop']} loop"
+    return [
+        ("pass", what),
+        *shown,
+        ("machine", f"{m['cpu']}, {s['threads']} threads of {m['cores']} cores, load {m['load']}"),
+    ]
+
+
+@torch.no_grad()
+def measure(settings: Settings, note: Note) -> dict[str, Any]:
+    """The figures as documented above. Sets this process' number of torch threads. Raises UserError."""
+    torch.set_num_threads(settings.threads)
+    machine = describe()
+    source = resolve_model(settings.model)
+    cache_format = resolve_cache_format(source, settings.cache_dtype)
+    (ids,) = read_prompts(settings.corpus, load_tokenizer(source), tokens=settings.tokens, count=1)
+    target = load_target(source, cache_format)
+    chunks = list(ids.split(settings.chunk_tokens))
+    sides: dict[str, Callable[[], None]] = {TARGET: lambda: _prefill(target, chunks)}
+    for kind in dict.fromkeys(settings.predictor):
+        note(f"building {kind}")
+        predictor = Rung(kind, settings.loop, settings.window).build(target, None, [])
+        sides[kind] = lambda p=predictor: predict(p, chunks)  # type: ignore[misc]
+    seconds = _take_turns(sides, settings.repeats, note)
+    shown = asdict(settings) | {
+        "model": source.name,
+        "cache_dtype": cache_format,
+        "predictor": list(settings.predictor),
+    }
+    shown["corpus"] = settings.corpus.rstrip("/").rpartition("/")[2]
+    return {"sides": figures(seconds, settings.tokens), "settings": shown, "machine": machine}
+
+
+def figures(seconds: dict[str, list[float]], tokens: int) -> dict[str, dict[str, float]]:
+    """Medians of each side's repeats."""
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    return {
+        name: {
+            "seconds": middle[name], "tokens_per_s": tokens / middle[name], "times_target": middle[name] / middle[TARGET],
+            "spread": max(times) / min(times),
+        }
+        for name, times in seconds.items()
+    }  # fmt: skip
+
+
+def predict(predictor: codec.Predictor, chunks: Sequence[Tensor]) -> None:
+    """One pass: every layer's guess, and every layer but the last gone through, as encoding does."""
+    state, last = predictor.new_state(), predictor.config.layers - 1
+    for ids in chunks:
+        run = predictor.run([state], [ids])
+        for layer in range(last):
+            run.advance(layer, run.guess(layer))
+        run.guess(last)
+        run.commit()
+
+
+def _prefill(target: Target, chunks: Sequence[Tensor]) -> None:
+    cache = target.new_cache()
+    for ids in chunks:
+        target.prefill(cache, ids)
+
+
+def _take_turns(sides: dict[str, Callable[[], None]], repeats: int, note: Note) -> dict[str, list[float]]:
+    """Seconds of each repeat of each side; a first round warms up and is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats + 1):
+        for name, side in sides.items():
+            note(f"warming up: {name}" if not repeat else f"repeat {repeat} of {repeats}: {name}")
+            begin = time.perf_counter()
+            side()
+            if repeat:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
