@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from codec import token_scale
 from codec.bins import Bins, density_table
+from codec.cells import Ints
 from codec.chunk import Layers
 from codec.closed_loop import ClosedLoop, Laws, carried_features
 from codec.errors import UserError
@@ -164,6 +166,12 @@ class ClosedCalibration:
         self._model = CellModel(gaussian_table(), self._fmt)
         self._guesses: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(self._samples)
         self._carries: list[object] = [None] * len(self._samples)
+        self._energies: list[list[Ints]] = [[] for _ in self._samples]
+
+    @property
+    def coarse(self) -> bool:
+        """Whether symbols tell bins: what they show of innovations is then too little for scales of tokens."""
+        return self._fmt.coarse
 
     @property
     def rounds(self) -> int:
@@ -202,9 +210,17 @@ class ClosedCalibration:
     def advance(self, layer: int, frozen: JointLayer) -> None:
         """Take all samples through the frozen layer, as encoding will."""
         for i, run in enumerate(self._runs):
-            _, following = self._known(i, layer, frozen)
+            laws, following = self._known(i, layer, frozen)
+            counted = self._samples[i].counted
+            squares = laws.squares if counted is None else laws.squares[:, counted]
+            self._energies[i].append(token_scale.block_sums(squares))
             self._carries[i] = following.carry
-            follow(run, layer, [following])
+            if layer < self._predictor.config.layers - 1:
+                follow(run, layer, [following])
+
+    def energies(self) -> list[Ints]:
+        """Sums of squared innovations in blocks, int64 [layers, blocks, tokens that count], one a sample; after the last `advance`."""
+        return [np.stack(parts) for parts in self._energies]
 
     def _known(self, i: int, layer: int, law: JointLayer) -> tuple[Laws, Next]:
         truth, turn = self._samples[i].truth[layer], self._runs[i].turns()[0]
@@ -236,6 +252,8 @@ def calibrate_closed(
     """Calibrate the closed loop in one process. Raises UserError without samples."""
     work = ClosedCalibration(predictor, cache_format, samples, scales=scales)
     layers, tokens = fit_layers(predictor.config.layers, work.rounds, work.moments, work.advance)
+    if not work.coarse:
+        layers = with_token_scales(layers, work.energies())
     return freeze_closed(predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens, scales=scales)
 
 
@@ -255,9 +273,14 @@ def fit_layers(
         for _ in range(rounds - 1):
             law, tokens = fit(moments(layer, law))
         layers.append(law)
-        if layer < count - 1:
-            advance(layer, law)
+        advance(layer, law)
     return layers, tokens
+
+
+def with_token_scales(layers: Sequence[JointLayer], energies: Sequence[Ints]) -> list[JointLayer]:
+    """The joint models with scales for tokens, fitted to `ClosedCalibration.energies` of all samples."""
+    scales = token_scale.fit(energies, token_scale.block_sizes(len(layers[0].step)))
+    return [replace(layer, scale=scale) for layer, scale in zip(layers, scales, strict=True)]
 
 
 def freeze_closed(
@@ -274,6 +297,8 @@ def freeze_closed(
     lower = np.tril_indices(len(layers[0].step), -1)
     stored: dict[str, type] = {"step": np.int8, "unit": np.int8, "bias": np.float32,
               "sigma": np.float32, "inside": np.float32, "gain": np.int8, "gain_unit": np.int8}  # fmt: skip
+    if layers[0].scale is not None:
+        stored["scale"] = np.int16
     if layers[0].history:
         stored |= {"given": np.int8, "given_unit": np.int8}
     tensors: Arrays = {name: np.stack([getattr(x, name) for x in layers]).astype(t) for name, t in stored.items()}

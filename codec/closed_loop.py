@@ -23,6 +23,7 @@ from codec.ideal import ideal_bits
 from codec.joint_model import REACH, JointLayer, Means, PairLaw, Ready
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
 from codec.residual import CellModel, ChannelScales, place_values, scale_integers
+from codec.token_scale import BLOCK, TokenScale, innovations
 
 CORRECTION_MAX = 2.0**20  # in units of the state's RMS, which is below 2**100: the sum stays finite
 Read = Callable[[int, int, Floats, Floats], Ints]  # 0 (K) or 1 (V), channel, mean and sigma [T] -> patterns [T]
@@ -30,9 +31,11 @@ Read = Callable[[int, int, Floats, Floats], Ints]  # 0 (K) or 1 (V), channel, me
 
 @dataclass(frozen=True)
 class Carry:
-    """Features of the layers before, the latest first, [N, T] each; as many as the joint models look back."""
+    """Features of the layers before, the latest first, [N, T] each, as many as the joint models look back; and, where tokens have
+    scales of their own, the level of the layer before, int64 [T]."""
 
     features: tuple[Floats, ...]
+    level: Ints | None = None
 
 
 @dataclass
@@ -44,6 +47,8 @@ class Laws:
     residual: list[Floats]  # what is known of truth minus guess; 0 where it must not steer anything
     forced: list[Floats]  # the truth; the guess where it must not
     features: Floats
+    squares: Ints  # of innovations in units of the model's own sigmas, in the coding order: [N, T]
+    level: Ints | None = None
 
 
 class ClosedLoop:
@@ -65,7 +70,7 @@ class ClosedLoop:
     ) -> None:
         for layer in layers:
             layer.check()
-        self._layers = [Ready(layer, fmt) for layer in layers]
+        self._layers = [Ready(layer) for layer in layers]
         self._rope_dim, self._model, self._fmt = rope_dim, model, fmt
         self._history, self._scales, self._bins = history, scales, bins
 
@@ -135,46 +140,68 @@ class ClosedLoop:
         features = ready.features(np.concatenate([residual[1], geometry.unrotate(residual[0])]))
         mean = ready.means(features, ready.base(self._carried(ready, geometry, carry)))
         pairs = PairLaw(ready, geometry, mean[ready.values :: 2], mean[ready.values + 1 :: 2])
-        k_mean, k_sigma = np.empty_like(geometry.k), np.empty_like(geometry.k)
         first, second = geometry.first_rows, geometry.second_rows
-        k_mean[first], k_sigma[first] = geometry.k[first] + pairs.mean_first, pairs.sigma_first
-        k_mean[second] = geometry.k[second] + pairs.second(residual[0][first])
-        k_sigma[second] = pairs.sigma_second
-        v_mean = geometry.v + mean[: ready.values]
-        v_sigma = np.broadcast_to(ready.sigma[: ready.values], v_mean.shape)
-        return Laws([k_mean, v_mean], [k_sigma, v_sigma], residual, [s[1] for s in seen], features)
+        pair_means = [pairs.mean_first, pairs.second(residual[0][first])]
+        k_mean, off = np.empty_like(geometry.k), np.empty_like(features)
+        k_mean[first], k_mean[second] = geometry.k[first] + pair_means[0], geometry.k[second] + pair_means[1]
+        off[: ready.values] = residual[1] - mean[: ready.values]
+        off[ready.values :: 2] = residual[0][first] - pair_means[0]
+        off[ready.values + 1 :: 2] = residual[0][second] - pair_means[1]
+        sigma = np.empty_like(off)
+        sigma[: ready.values] = ready.sigma[: ready.values]
+        sigma[ready.values :: 2], sigma[ready.values + 1 :: 2] = pairs.sigma_first, pairs.sigma_second
+        squares, level = innovations(off, sigma), None
+        if ready.scale is not None:
+            scale = TokenScale(ready.scale, geometry.tokens, _level(carry))
+            sigma = scale.spread(sigma, squares)
+            level = scale.level
+        k_sigma = np.empty_like(geometry.k)
+        k_sigma[geometry.k_order] = sigma[ready.values :]
+        means = [k_mean, geometry.v + mean[: ready.values]]
+        return Laws(means, [k_sigma, sigma[: ready.values]], residual, [s[1] for s in seen], features, squares, level)
 
     def _one_by_one(self, layer: int, geometry: Geometry, carry: object, read: Read) -> Laws:
         """V channel by channel, then K pair by pair; `read` gives the truth of each, told its law."""
         ready = self._layers[layer]
         means = Means(ready, geometry.tokens, ready.base(self._carried(ready, geometry, carry)))
         empty = [[np.empty_like(geometry.k) for _ in range(2)] for _ in range(4)]
-        laws = Laws(empty[0], empty[1], empty[2], empty[3], means.features)
+        squares = np.zeros(means.features.shape, np.int64)
+        laws = Laws(empty[0], empty[1], empty[2], empty[3], means.features, squares)
+        pace = _Pace(ready, geometry, carry, laws)
         for j in range(ready.values):
-            mean, sigma = geometry.v[j] + means.of(j), np.broadcast_to(ready.sigma[j], geometry.tokens)
-            self._take(laws, 1, j, (geometry.v[j], ready.step_v[j]), mean, sigma, read)
+            pace.reach(j)
+            mean = means.of(j)
+            self._take(laws, 1, j, j, (geometry.v[j], ready.step_v[j]), mean, ready.sigma[j], pace, read)
             means.features[j] = ready.features(laws.residual[1][j : j + 1], slice(j, j + 1))[0]
         for p in range(ready.values // 2):
             j, one = ready.values + 2 * p, slice(p, p + 1)
+            pace.reach(j)
             law = PairLaw(ready, geometry, means.of(j)[None], means.of(j + 1)[None], one)
             rows = int(geometry.first_rows[p]), int(geometry.second_rows[p])
             mean, sigma = law.mean_first, law.sigma_first
             for half, row in enumerate(rows):
                 at = geometry.k[row], ready.step_k[p]
-                self._take(laws, 0, row, at, geometry.k[row] + mean[0], sigma[0], read)
+                self._take(laws, 0, row, j + half, at, mean[0], sigma[0], pace, read)
                 if half == 0:
                     mean, sigma = law.second(laws.residual[0][row : row + 1]), law.sigma_second
             turned = geometry.unrotate_pair(laws.residual[0][rows[0]], laws.residual[0][rows[1]], p)
             means.features[j : j + 2] = ready.features(turned, slice(j, j + 2))
+        laws.level = pace.finish()
         return laws
 
     def _take(
-        self, laws: Laws, side: int, row: int, at: tuple[Floats, Floats], mean: Floats, sigma: Floats, read: Read
-    ) -> None:
-        """Read one channel under its law and write down what it showed; `at`: guess and step."""
-        laws.mean[side][row], laws.sigma[side][row] = mean, sigma
-        patterns = read(side, row, mean, sigma)
-        laws.residual[side][row], laws.forced[side][row] = self._observed(patterns, *at, mean, sigma)
+        self, laws: Laws, side: int, row: int, j: int, at: tuple[Floats, Floats], mean: Floats, sigma: Floats, pace: _Pace,
+        read: Read,
+    ) -> None:  # fmt: skip
+        """Read channel j of the coding order, which is stored as `row`, under its law and write down what it showed.
+
+        at: guess and step; mean: of the residual; sigma: the model's own.
+        """
+        guess, coded = at[0], np.broadcast_to(pace.spread(sigma), laws.features.shape[1])
+        laws.mean[side][row], laws.sigma[side][row] = guess + mean, coded
+        patterns = read(side, row, laws.mean[side][row], coded)
+        laws.residual[side][row], laws.forced[side][row] = self._observed(patterns, *at, laws.mean[side][row], coded)
+        laws.squares[j] = innovations(laws.residual[side][row] - mean, sigma)
 
     def _observed(
         self, patterns: Ints, guess: Floats, step: Floats, mean: Floats | None = None, sigma: Floats | None = None
@@ -199,8 +226,39 @@ class ClosedLoop:
         attend = [torch.from_numpy(a).to(geometry.device) for a in geometry.real(*laws.forced)]
         correction = torch.from_numpy(self._layers[layer].correction(laws.features, CORRECTION_MAX))
         before = carry.features if isinstance(carry, Carry) else ()
-        following = Carry((laws.features, *before)[: self._history]) if self._history else None
+        following = Carry((laws.features, *before)[: self._history], laws.level)
         return Next((attend[0], attend[1]), correction.to(geometry.device), following)
+
+
+class _Pace:
+    """The tokens' own scales while channels are taken one by one; nothing where a layer has none."""
+
+    def __init__(self, ready: Ready, geometry: Geometry, carry: object, laws: Laws) -> None:
+        self._laws, self._factor = laws, np.ones(1)
+        self._scale = None if ready.scale is None else TokenScale(ready.scale, geometry.tokens, _level(carry))
+
+    def reach(self, j: int) -> None:
+        """Channel j is next; at the begin of a block, all before it are known."""
+        if self._scale is not None and j % BLOCK == 0:
+            if j:
+                self._scale.add(self._laws.squares[j - BLOCK : j])
+            self._factor = self._scale.of(j // BLOCK)
+
+    def spread(self, sigma: Floats) -> Floats:
+        """A sigma of the model, times the factors of this block."""
+        return sigma * self._factor
+
+    def finish(self) -> Ints | None:
+        """The level of the layer."""
+        if self._scale is None:
+            return None
+        squares = self._laws.squares
+        self._scale.add(squares[(len(squares) - 1) // BLOCK * BLOCK :])
+        return self._scale.level
+
+
+def _level(carry: object) -> Ints | None:
+    return carry.level if isinstance(carry, Carry) else None
 
 
 def carried_features(carry: object, history: int, shape: tuple[int, int]) -> Floats | None:

@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 
 from codec import exact
 from codec.cells import Ints
-from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
-from codec.residual import ChannelScales, scale_integers
 
 FEATURE_MAX = 1 << 14  # a feature is clamped to this many steps, about 16 sigma
 REACH = 4 * FEATURE_MAX  # a residual of more steps is an outlier that must not steer anything
@@ -46,6 +44,7 @@ class JointLayer:
     inside: NDArray[np.float32]  # [P]: regression of b on a
     gain: NDArray[np.int8]  # [M, N]: hidden-state correction in units of 2**gain_unit[m], of the state's RMS
     gain_unit: Ints  # [M]
+    scale: NDArray[np.int16] | None = None  # [blocks, TERMS] of codec.token_scale; None: the same sigmas for all tokens
 
     @property
     def history(self) -> int:
@@ -61,7 +60,7 @@ class JointLayer:
 class Ready:
     """A JointLayer in the types that the arithmetic uses."""
 
-    def __init__(self, joint: JointLayer, fmt: NumberFormat) -> None:
+    def __init__(self, joint: JointLayer) -> None:
         n = len(joint.step)
         self.values = n // 2  # V channels; as many K channels follow
         self.step = np.ldexp(1.0, joint.step.astype(np.int64))[:, None]
@@ -74,7 +73,7 @@ class Ready:
         self.gain = torch.from_numpy(joint.gain.astype(np.float64))
         self.gain_unit = np.ldexp(1.0, joint.gain_unit.astype(np.int64))[:, None]
         self.sigma = joint.sigma.astype(np.float64)[:, None]
-        self.value_scales = ChannelScales(*scale_integers(self.sigma[: self.values], fmt))
+        self.scale = None if joint.scale is None else joint.scale.astype(np.int64)
         variance = self.sigma * self.sigma
         self.w = joint.inside.astype(np.float64)[:, None]
         self.va = variance[self.values :: 2]

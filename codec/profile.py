@@ -5,8 +5,9 @@ tensors it holds depends on the loop; `table` (int64) is the cumulative normal d
 
     open    grid int16, reciprocal int32  [layers, 2 (K, V), kv_heads, head_dim]
     closed  step, unit int8 [layers, N]; coefficient int16 [layers, N (N - 1) / 2] (rows of the lower triangle); bias, sigma float32
-            [layers, N]; inside float32 [layers, P]; gain int8 [layers, M, N]; gain_unit int8 [layers, M]; where the model looks
-            back also given int8 [layers, N, G], given_unit int8 [layers, N]  (codec.joint_model)
+            [layers, N]; inside float32 [layers, P]; gain int8 [layers, M, N]; gain_unit int8 [layers, M]; of a fine cache scale
+            int16 [layers, blocks, 4] (codec.token_scale); where the model looks back also given int8 [layers, N, G] and
+            given_unit int8 [layers, N]  (codec.joint_model)
     of an FP8 cache also scales float32 [layers, 2, kv_heads]; in the closed loop density int64 (codec.bins)
 """
 
@@ -22,6 +23,7 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from codec import token_scale
 from codec.bins import Bins
 from codec.closed_loop import ClosedLoop
 from codec.entropy import BACKEND
@@ -141,7 +143,10 @@ class Profile:
         given, given_unit = np.zeros((n, 0), np.int8), np.zeros(n, np.int64)
         if self.facts.history:
             given, given_unit = t["given"][i], t["given_unit"][i].astype(np.int64)
-        return JointLayer(coefficient=coefficient, given=given, given_unit=given_unit, **(stored | integers))
+        scale = t["scale"][i] if "scale" in t else None
+        return JointLayer(
+            coefficient=coefficient, given=given, given_unit=given_unit, scale=scale, **(stored | integers)
+        )
 
     def to_bytes(self) -> bytes:
         """Canonical bytes."""
@@ -231,6 +236,8 @@ class Profile:
             shape = (f.layers, 2, f.kv_heads, f.head_dim)
             return {"grid": (shape, np.int16), "reciprocal": (shape, np.int32), **more}
         n = 2 * f.kv_heads * f.head_dim
+        if not self.format.coarse:
+            more["scale"] = ((f.layers, -(-n // token_scale.BLOCK), token_scale.TERMS), np.int16)
         if f.history:
             more |= {"given": ((f.layers, n, f.history * n), np.int8), "given_unit": ((f.layers, n), np.int8)}
         return more | {

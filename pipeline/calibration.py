@@ -191,6 +191,11 @@ class Calibrator:
         """Moments of a layer over one of this actor's samples; after the first round under the law that it gave."""
         return self._closing().moments_of(sample, layer, law)
 
+    def energies(self) -> list[Any] | None:
+        """What the scales of tokens are fitted to, one a sample; None where a cache's symbols tell too little for them."""
+        work = self._closing()
+        return None if work.coarse else work.energies()
+
     def advance(self, layer: int, frozen: codec.JointLayer) -> None:
         """Take this actor's samples through a frozen layer."""
         self._closing().advance(layer, frozen)
@@ -333,6 +338,9 @@ def _calibrate_closed(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) 
         ray.get([actor.advance.remote(layer, law) for actor in pool])
 
     layers, tokens = codec.fit_layers(count, rounds, moments, advance)
+    found = ray.get([actor.energies.remote() for actor in pool])
+    if found[0] is not None:
+        layers = codec.with_token_scales(layers, [found[i % len(pool)][i // len(pool)] for i in range(len(samples))])
     profile_id: bytes = ray.get(pool[0].freeze_closed.remote(layers, tokens))
     return profile_id
 

@@ -18,7 +18,7 @@ from codec.bins import Bins, density_table
 from codec.closed_loop import Carry, ClosedLoop
 from codec.formats import BF16, FORMATS, NumberFormat
 from codec.geometry import Geometry
-from codec.joint_model import COEFFICIENT_MAX, FEATURE_MAX, JointLayer, Means, PairLaw
+from codec.joint_model import COEFFICIENT_MAX, FEATURE_MAX, JointLayer, Means, PairLaw, Ready
 from codec.residual import CellModel, gaussian_table
 from tests import codec_samples as samples
 from tests.float_model import world
@@ -34,12 +34,12 @@ def any_loop(rng: np.random.Generator, joint: JointLayer, rope_dim: int, fmt: Nu
     return ClosedLoop([joint], rope_dim, model, fmt, history=joint.history, scales=scales, bins=bins)
 
 
-def ready_of(joint: JointLayer, fmt: NumberFormat = BF16) -> Any:
-    return ClosedLoop([joint], 2, CellModel(gaussian_table(), fmt), fmt)._layers[0]
+def ready_of(joint: JointLayer) -> Ready:
+    return Ready(joint)
 
 
 def any_joint(
-    rng: np.random.Generator, pairs: int, hidden: int = 8, extreme: bool = False, history: int = 0
+    rng: np.random.Generator, pairs: int, hidden: int = 8, extreme: bool = False, history: int = 0, scaled: bool = False
 ) -> JointLayer:
     """A joint model within the bounds of a profile, and no more sensible than that."""
     n = 4 * pairs
@@ -54,6 +54,7 @@ def any_joint(
         given_unit=rng.integers(-40, -20, n), bias=rng.standard_normal(n).astype(np.float32),
         sigma=(2.0 ** rng.uniform(-12, 6, n)).astype(np.float32), inside=rng.uniform(-2, 2, n // 4).astype(np.float32),
         gain=rng.integers(-128, 128, (hidden, n)).astype(np.int8), gain_unit=rng.integers(-60, -30, hidden),
+        scale=rng.integers(-600, 600, (-(-n // 32), 4)).astype(np.int16) if scaled else None,
     )  # fmt: skip
 
 
@@ -89,9 +90,10 @@ def test_any_joint_model_round_trips_any_truth(
     """Guesses, truths, angles and models that have nothing to do with one another."""
     rng, fmt, dim = np.random.default_rng(seed), FORMATS[name], 2 * half
     rope_dim = 2 * min(turned, half)
-    joint = any_joint(rng, heads * half, history=history)
+    joint = any_joint(rng, heads * half, history=history, scaled=seed % 3 > 0)
     loop = any_loop(rng, joint, rope_dim, fmt, heads)
-    carry = Carry((rng.integers(-FEATURE_MAX, FEATURE_MAX, (4 * heads * half, tokens)).astype(np.float64),))
+    level = rng.integers(-60, 60, tokens) if joint.scale is not None else None
+    carry = Carry((rng.integers(-FEATURE_MAX, FEATURE_MAX, (4 * heads * half, tokens)).astype(np.float64),), level)
     shape = (heads, tokens, dim)
     guess: Any = tuple(
         torch.from_numpy((rng.standard_normal(shape) * 2.0 ** rng.uniform(-8, 8)).astype(np.float32)) for _ in range(2)
@@ -105,9 +107,10 @@ def test_any_joint_model_round_trips_any_truth(
     decoded = loop.decode(0, coded.streams, guess, turn, carry)
     assert samples.same_bits([decoded.values], [truth])
     for told in (decoded.next, loop.known(0, truth, guess, turn, carry)[1]):
-        if history:
-            assert isinstance(told.carry, Carry) and isinstance(coded.next.carry, Carry)
+        if isinstance(coded.next.carry, Carry):
+            assert isinstance(told.carry, Carry)
             assert len(told.carry.features) == min(history, 2)
+            assert np.array_equal(told.carry.level, coded.next.carry.level)  # type: ignore[arg-type]
             assert all(
                 np.array_equal(*pair) for pair in zip(told.carry.features, coded.next.carry.features, strict=True)
             )
@@ -247,7 +250,7 @@ def test_fit_of_nothing_and_of_constants() -> None:
 
 
 def test_calibration_shared_among_processes_gives_the_same_profile() -> None:
-    from codec.calibrate import ClosedCalibration, fit_layers, freeze_closed
+    from codec.calibrate import ClosedCalibration, fit_layers, freeze_closed, with_token_scales
 
     w = world()
     parts = w.samples("bf16")
@@ -261,6 +264,8 @@ def test_calibration_shared_among_processes_gives_the_same_profile() -> None:
         w.predictor.config.layers, 1, lambda layer, law: [m for x in workers for m in x.moments(layer, law)], advance
     )
     assert tokens == sum(len(s.token_ids) for s in parts)
+    energies = [e for x in workers for e in x.energies()]
+    layers = with_token_scales(layers, energies)
     shared = freeze_closed(w.predictor, samples.TARGET, "bf16", layers, tokens, prefill_tokens=64)
     assert shared.to_bytes() == w.profile("closed").to_bytes()
 
