@@ -40,14 +40,17 @@ class Bins:
         low[1 : last + 1], high[:last], high[last] = middle, middle, np.inf
         self.low, self.high = np.concatenate([low, -high]), np.concatenate([high, -low])
 
-    def centre(self, patterns: Ints, real: Floats, mean: Floats, sigma: Floats) -> Floats:
-        """Means inside bins, elementwise. `real`: the patterns' values, used where a bin is too far out to tell more."""
+    def centre(self, patterns: Ints, mean: Floats, sigma: Floats) -> Floats:
+        """Means inside bins, elementwise; of a bin too far out for the tables the edge that is nearer, which is the limit.
+
+        (The bin's own value would be wrong there: where sigma is small against the bin, it is many sigmas off.)
+        """
         low, high = self.low[patterns], self.high[patterns]
         a, b = self._index(low, mean, sigma), self._index(high, mean, sigma)
         mass = self._cumulative[b] - self._cumulative[a]
         known = mass >= _LEAST_MASS
         z = (self._density[a] - self._density[b]) / np.where(known, mass, 1)
-        return np.where(known, np.clip(mean + sigma * z, low, high), real)
+        return np.clip(np.where(known, mean + sigma * z, mean), low, high)
 
     def _index(self, edge: Floats, mean: Floats, sigma: Floats) -> Ints:
         steps = (edge - mean) / sigma * float(1 << STEP_BITS)

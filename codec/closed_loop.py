@@ -212,7 +212,7 @@ class ClosedLoop:
             known = real
             if self._bins is not None:
                 assert mean is not None and sigma is not None
-                known = self._bins.centre(patterns, real, mean, sigma)
+                known = self._bins.centre(patterns, mean, sigma)
             residual = known - guess
             trusted = np.isfinite(real) & (np.abs(residual) <= step * REACH)
         return np.where(trusted, residual, 0.0), np.where(trusted, real, guess)
