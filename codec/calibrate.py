@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from codec.closed_loop import ClosedLoop, Laws, carried_features
 from codec.errors import UserError
 from codec.formats import number_format
 from codec.geometry import Floats, Geometry
-from codec.joint_fit import LayerMoments, fit, merge
+from codec.joint_fit import LayerMoments, fit
 from codec.joint_model import JointLayer
 from codec.known_answer import known_answer
 from codec.loop import Next, follow
@@ -162,7 +162,7 @@ class ClosedCalibration:
         self._history = predictor.history
         self._bins = Bins(gaussian_table(), density_table(), self._fmt) if self._fmt.coarse else None
         self._model = CellModel(gaussian_table(), self._fmt)
-        self._guesses: list[tuple[Tensor, Tensor]] = []
+        self._guesses: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(self._samples)
         self._carries: list[object] = [None] * len(self._samples)
 
     @property
@@ -170,14 +170,15 @@ class ClosedCalibration:
         """How many times the moments of a layer are taken and fitted."""
         return 2 if self._fmt.coarse else 1
 
-    def moments(self, layer: int, law: JointLayer | None = None) -> list[LayerMoments]:
+    def moments(self, layer: int, law: JointLayer | None = None) -> Iterator[LayerMoments]:
         """Moments of this layer, one a sample in their order; from the second round on under the law fitted before."""
-        if law is None:
-            self._guesses = [run.guess(layer)[0] for run in self._runs]
-        return [self._moments(i, layer, law) for i in range(len(self._samples))]
+        return (self.moments_of(i, layer, law) for i in range(len(self._samples)))
 
-    def _moments(self, i: int, layer: int, law: JointLayer | None) -> LayerMoments:
+    def moments_of(self, i: int, layer: int, law: JointLayer | None = None) -> LayerMoments:
+        """The same of one sample."""
         sample, run = self._samples[i], self._runs[i]
+        if law is None:
+            self._guesses[i] = run.guess(layer)[0]
         scales = None if self._scales is None else self._scales[layer]
         geometry = Geometry(self._guesses[i], run.turns()[0], self._predictor.config.rope_dim, scales)
         truth = sample.truth if sample.latent is None else sample.latent
@@ -241,7 +242,7 @@ def calibrate_closed(
 def fit_layers(
     count: int,
     rounds: int,
-    moments: Callable[[int, JointLayer | None], Sequence[LayerMoments]],
+    moments: Callable[[int, JointLayer | None], Iterable[LayerMoments]],
     advance: Callable[[int, JointLayer], None],
 ) -> tuple[list[JointLayer], int]:
     """The order of closed calibration, wherever its work is done: joint models of `count` layers, and how many tokens counted.
@@ -250,12 +251,9 @@ def fit_layers(
     """
     layers, tokens = [], 0
     for layer in range(count):
-        merged = merge(moments(layer, None))
-        law = fit(merged)
+        law, tokens = fit(moments(layer, None))
         for _ in range(rounds - 1):
-            merged = merge(moments(layer, law))
-            law = fit(merged)
-        tokens = merged.tokens
+            law, tokens = fit(moments(layer, law))
         layers.append(law)
         if layer < count - 1:
             advance(layer, law)
@@ -275,9 +273,9 @@ def freeze_closed(
     """Joint models of all layers to a profile with its known-answer digest."""
     lower = np.tril_indices(len(layers[0].step), -1)
     stored: dict[str, type] = {"step": np.int8, "unit": np.int8, "bias": np.float32,
-              "sigma": np.float32, "inside": np.float32, "gain": np.int16, "gain_unit": np.int8}  # fmt: skip
+              "sigma": np.float32, "inside": np.float32, "gain": np.int8, "gain_unit": np.int8}  # fmt: skip
     if layers[0].history:
-        stored |= {"given": np.int16, "given_unit": np.int8}
+        stored |= {"given": np.int8, "given_unit": np.int8}
     tensors: Arrays = {name: np.stack([getattr(x, name) for x in layers]).astype(t) for name, t in stored.items()}
     tensors["coefficient"] = np.stack([x.coefficient[lower] for x in layers]).astype(np.int16)
     work = _Work(predictor, target, cache_format, prefill_tokens, scales)

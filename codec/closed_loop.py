@@ -182,11 +182,12 @@ class ClosedLoop:
         """(residual, forced): the guess stands in where the truth is not finite, or so far off that it must not steer anything."""
         real = self._fmt.values(patterns)
         with np.errstate(invalid="ignore", over="ignore"):
-            residual = real - guess
-            trusted = np.isfinite(real) & (np.abs(residual) <= step * REACH)
+            known = real
             if self._bins is not None:
                 assert mean is not None and sigma is not None
-                residual = self._bins.centre(patterns, real, mean, sigma) - guess
+                known = self._bins.centre(patterns, real, mean, sigma)
+            residual = known - guess
+            trusted = np.isfinite(real) & (np.abs(residual) <= step * REACH)
         return np.where(trusted, residual, 0.0), np.where(trusted, real, guess)
 
     # ------------------------------------------------------------ going on

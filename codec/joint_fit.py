@@ -7,18 +7,21 @@ coefficients on the first m regressors are the first m rows of L⁻ᵀ applied t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from codec.errors import UserError
-from codec.joint_model import COEFFICIENT_MAX, JointLayer
+from codec.joint_model import JointLayer
 
 Floats = NDArray[np.float64]
-RIDGE = 1e-3  # of the mean variance, added to what the correction is regressed on
-RIDGE_JOINT = 1e-5
+# Of the mean variance, added to what is regressed on: the best of these on samples that were left out.
+RIDGES = (1e-6, 1e-5, 1e-4, 1e-3)
+GAIN_RIDGES = (1e-4, 1e-3, 1e-2)
+FOLDS = 3
 STEPS_PER_SIGMA = 10  # a feature's step is sigma * 2**-STEPS_PER_SIGMA, rounded up to a power of two
 CARRIED = 2.0**-STEPS_PER_SIGMA  # regressors are carried features times this: about one sigma is one
 _LEAST_SIGMA = 1e-5
@@ -72,28 +75,48 @@ def merge(moments: Iterable[LayerMoments]) -> LayerMoments:
     return total
 
 
-def fit(moments: LayerMoments) -> JointLayer:
-    """Freeze a layer. Raises UserError when there was nothing to calibrate on."""
-    if moments.tokens < 1:
+def fit(moments: Iterable[LayerMoments]) -> tuple[JointLayer, int]:
+    """Freeze a layer from moments, one a sample in a fixed order, each dropped once it is added up; also how many tokens counted.
+
+    Samples are few and their tokens alike, so how well a fit does on its own samples says little. Both ridges and the
+    deviations come from cross-validation: what fits to the other samples leave of each third of them.
+    Raises UserError when there was nothing to calibrate on.
+    """
+    thirds: list[LayerMoments] = []
+    for number, part in enumerate(moments):
+        if number < FOLDS:
+            thirds.append(merge([part]))
+        else:
+            thirds[number % FOLDS].add(part)
+    merged = merge(thirds)
+    if merged.tokens < 1:
         raise UserError(_NOTHING)
-    n = len(moments.power)
+    folds = _folds(thirds)
+    ridge, gain_ridge = RIDGES[1], GAIN_RIDGES[1]
+    if folds:
+        ridge = min(RIDGES, key=lambda r: sum(float(np.log(_left(a, b, r)).sum()) for a, b in folds))
+        gain_ridge = min(GAIN_RIDGES, key=lambda r: sum(_gain_error(a, b, r) for a, b in folds))
+    weight = _regressions(merged, ridge)
+    variance = _unexplained(weight, merged) * _inflation(merged)
+    if folds:
+        variance = np.sum([_left(a, b, ridge) * (b.tokens / merged.tokens) for a, b in folds], axis=0)
+    return _frozen(merged, weight, variance, _gains(merged, gain_ridge)), merged.tokens
+
+
+def _frozen(moments: LayerMoments, weight: Floats, variance: Floats, gain: Floats) -> JointLayer:
+    """Coefficients [N, K], variances [N] and gains [M, N] as integers."""
+    n = len(variance)
     before = len(moments.gram) - n  # regressors that are not own features
-    gram, target = moments.gram / moments.tokens, moments.target / moments.tokens
-    own = gram[before:, before:]
-    power = float(np.mean(np.diag(own))) + 1e-30
-    weight = _regressions(gram, target, before, power)  # [N, K]
-    variance = moments.power / moments.tokens - 2 * np.einsum("jk,kj->j", weight, target)
-    variance = variance + np.einsum("ij,jk,ik->i", weight, gram, weight, optimize=True)
     sigma = np.sqrt(np.maximum(variance, _LEAST_SIGMA**2))
     coefficient = weight[:, before:]
     first = np.arange(n // 2, n, 2)
     inside = coefficient[first + 1, first].copy()
     coefficient[first + 1, first] = 0.0
-    step = np.ceil(np.log2(np.maximum(np.sqrt(np.diag(own)), _LEAST_SIGMA))).astype(np.int64) - STEPS_PER_SIGMA
-    unit, integers = _rows_to_int16(coefficient * np.exp2(step)[None, :])
-    given_unit, given = _rows_to_int16(weight[:, 1:before] * CARRIED)
-    gain = np.linalg.solve(own + np.eye(n) * (RIDGE * power + 1e-12), moments.cross / moments.tokens).T  # [M, N]
-    gain_unit, gain_integers = _rows_to_int16(gain * np.exp2(step)[None, :])
+    spread = np.sqrt(np.diag(moments.gram)[before:] / moments.tokens)
+    step = np.ceil(np.log2(np.maximum(spread, _LEAST_SIGMA))).astype(np.int64) - STEPS_PER_SIGMA
+    unit, integers = _rows_to_integers(coefficient * np.exp2(step)[None, :], np.int16)
+    given_unit, given = _rows_to_integers(weight[:, 1:before] * CARRIED, np.int8)
+    gain_unit, gain_integers = _rows_to_integers(gain * np.exp2(step)[None, :], np.int8)
     return JointLayer(
         step=step,
         coefficient=integers,
@@ -108,22 +131,72 @@ def fit(moments: LayerMoments) -> JointLayer:
     )
 
 
-def _regressions(gram: Floats, target: Floats, before: int, power: float) -> Floats:
+def _folds(thirds: Sequence[LayerMoments]) -> list[tuple[LayerMoments, LayerMoments]]:
+    """(the other samples, a third of them) for each third, or nothing where there are too few."""
+    if len(thirds) < FOLDS or not all(third.tokens for third in thirds):
+        return []
+    return [(merge([*thirds[:i], *thirds[i + 1 :]]), third) for i, third in enumerate(thirds)]
+
+
+def _left(fitted: LayerMoments, other: LayerMoments, ridge: float) -> Floats:
+    """Variance [N] that a fit to some samples leaves of others."""
+    return np.maximum(_unexplained(_regressions(fitted, ridge), other), _LEAST_SIGMA**2)
+
+
+def _unexplained(weight: Floats, moments: LayerMoments) -> Floats:
+    """Mean square [N] of residuals minus their regression."""
+    explained = 2 * np.einsum("jk,kj->j", weight, moments.target)
+    variance: Floats = moments.power - explained + np.einsum("jk,jk->j", weight @ moments.gram, weight)
+    return variance / moments.tokens
+
+
+def _inflation(moments: LayerMoments) -> Floats:
+    """What a variance grows by from the samples it was fitted to to others, were their tokens independent: [N]."""
+    k, n = len(moments.gram), len(moments.power)
+    used = np.minimum(np.arange(k - n, k), 0.5 * moments.tokens)
+    grown: Floats = (moments.tokens + used) / (moments.tokens - used)
+    return grown
+
+
+def _regressions(moments: LayerMoments, ridge: float) -> Floats:
     """Coefficients [N, K] of every channel on the constant, all carried features and the own features before it."""
-    k = len(gram)
-    ridge = np.full(k, RIDGE_JOINT + 1e-12)
-    ridge[0] = 1e-12
-    ridge[before:] = RIDGE_JOINT * power + 1e-12
-    inverse = np.linalg.inv(np.linalg.cholesky(gram + np.diag(ridge)))
-    allowed = np.arange(k)[:, None] < before + np.arange(k - before)[None, :]
+    gram, target = moments.gram / moments.tokens, moments.target / moments.tokens
+    k, n = len(gram), len(moments.power)
+    added = np.full(k, ridge + 1e-12)
+    added[0] = 1e-12
+    added[k - n :] = ridge * _mean_power(moments) + 1e-12
+    inverse = np.linalg.inv(np.linalg.cholesky(gram + np.diag(added)))
+    allowed = np.arange(k)[:, None] < k - n + np.arange(n)[None, :]
     weights: Floats = (inverse.T @ np.where(allowed, inverse @ target, 0.0)).T
-    weights[:, before:] = np.tril(weights[:, before:], -1)  # zeros that rounding may have missed
+    weights[:, k - n :] = np.tril(weights[:, k - n :], -1)  # zeros that rounding may have missed
     return weights
 
 
-def _rows_to_int16(x: NDArray[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
+def _gains(moments: LayerMoments, ridge: float) -> Floats:
+    """What own features say about errors of the state: [M, N]."""
+    n = len(moments.power)
+    own = moments.gram[-n:, -n:] / moments.tokens
+    added = np.eye(n) * (ridge * _mean_power(moments) + 1e-12)
+    return np.asarray(np.linalg.solve(own + added, moments.cross / moments.tokens).T, np.float64)
+
+
+def _gain_error(fitted: LayerMoments, other: LayerMoments, ridge: float) -> float:
+    """What gains fitted to some samples leave of the errors of others, but for what does not depend on them."""
+    gains, n = _gains(fitted, ridge), len(fitted.power)
+    own = other.gram[-n:, -n:]
+    return float(((gains @ own) * gains).sum() - 2 * (gains * other.cross.T).sum())
+
+
+def _mean_power(moments: LayerMoments) -> float:
+    """Mean square of an own feature."""
+    n = len(moments.power)
+    return float(np.mean(np.diag(moments.gram)[-n:])) / moments.tokens + 1e-30
+
+
+def _rows_to_integers(x: NDArray[np.floating], dtype: type[np.signedinteger]) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """(unit, integers): row i of x is about integers[i] * 2**unit[i]."""
+    most = int(np.iinfo(dtype).max)
     top = np.maximum(np.abs(x).max(1, initial=0.0), 2.0**-80)
-    unit = np.clip(np.ceil(np.log2(top)) - 15, -120, 120).astype(np.int64)
+    unit = np.clip(np.ceil(np.log2(top / most)), -120, 120).astype(np.int64)
     integers = np.rint(x / np.exp2(unit)[:, None])
-    return unit, np.clip(integers, -COEFFICIENT_MAX + 1, COEFFICIENT_MAX - 1).astype(np.int16)
+    return unit, np.clip(integers, -most, most).astype(dtype)

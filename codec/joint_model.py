@@ -39,12 +39,12 @@ class JointLayer:
     # [N, N], strictly lower triangular; row j in units of 2**unit[j] a step; 0 between the two of a pair
     coefficient: NDArray[np.int16]
     unit: Ints  # [N]
-    given: NDArray[np.int16]  # [N, G]: on carried features, in units of 2**given_unit[j]
+    given: NDArray[np.int8]  # [N, G]: on carried features, in units of 2**given_unit[j]
     given_unit: Ints  # [N]
     bias: NDArray[np.float32]  # [N]: mean of the residual
     sigma: NDArray[np.float32]  # [N]: of the innovation of each channel
     inside: NDArray[np.float32]  # [P]: regression of b on a
-    gain: NDArray[np.int16]  # [M, N]: hidden-state correction in units of 2**gain_unit[m], of the state's RMS
+    gain: NDArray[np.int8]  # [M, N]: hidden-state correction in units of 2**gain_unit[m], of the state's RMS
     gain_unit: Ints  # [M]
 
     @property

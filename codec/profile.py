@@ -5,8 +5,8 @@ tensors it holds depends on the loop; `table` (int64) is the cumulative normal d
 
     open    grid int16, reciprocal int32  [layers, 2 (K, V), kv_heads, head_dim]
     closed  step, unit int8 [layers, N]; coefficient int16 [layers, N (N - 1) / 2] (rows of the lower triangle); bias, sigma float32
-            [layers, N]; inside float32 [layers, P]; gain int16 [layers, M, N]; gain_unit int8 [layers, M]; where the model looks
-            back also given int16 [layers, N, G], given_unit int8 [layers, N]  (codec.joint_model)
+            [layers, N]; inside float32 [layers, P]; gain int8 [layers, M, N]; gain_unit int8 [layers, M]; where the model looks
+            back also given int8 [layers, N, G], given_unit int8 [layers, N]  (codec.joint_model)
     of an FP8 cache also scales float32 [layers, 2, kv_heads]; in the closed loop density int64 (codec.bins)
 """
 
@@ -138,7 +138,7 @@ class Profile:
         coefficient[np.tril_indices(n, -1)] = t["coefficient"][i]
         integers: dict[str, Any] = {k: t[k][i].astype(np.int64) for k in ("step", "unit", "gain_unit")}
         stored: dict[str, Any] = {k: t[k][i] for k in ("bias", "sigma", "inside", "gain")}
-        given, given_unit = np.zeros((n, 0), np.int16), np.zeros(n, np.int64)
+        given, given_unit = np.zeros((n, 0), np.int8), np.zeros(n, np.int64)
         if self.facts.history:
             given, given_unit = t["given"][i], t["given_unit"][i].astype(np.int64)
         return JointLayer(coefficient=coefficient, given=given, given_unit=given_unit, **(stored | integers))
@@ -232,7 +232,7 @@ class Profile:
             return {"grid": (shape, np.int16), "reciprocal": (shape, np.int32), **more}
         n = 2 * f.kv_heads * f.head_dim
         if f.history:
-            more |= {"given": ((f.layers, n, f.history * n), np.int16), "given_unit": ((f.layers, n), np.int8)}
+            more |= {"given": ((f.layers, n, f.history * n), np.int8), "given_unit": ((f.layers, n), np.int8)}
         return more | {
             "step": ((f.layers, n), np.int8),
             "unit": ((f.layers, n), np.int8),
@@ -240,7 +240,7 @@ class Profile:
             "bias": ((f.layers, n), np.float32),
             "sigma": ((f.layers, n), np.float32),
             "inside": ((f.layers, n // 4), np.float32),
-            "gain": ((f.layers, f.hidden, n), np.int16),
+            "gain": ((f.layers, f.hidden, n), np.int8),
             "gain_unit": ((f.layers, f.hidden), np.int8),
         }
 

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import importlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -187,9 +187,9 @@ class Calibrator:
         """How often the moments of a layer are taken and fitted."""
         return self._closing().rounds
 
-    def layer_moments(self, layer: int, law: codec.JointLayer | None) -> list[codec.LayerMoments]:
-        """Moments of a layer, one a sample; after the first round under the law that it gave."""
-        return self._closing().moments(layer, law)
+    def layer_moments(self, sample: int, layer: int, law: codec.JointLayer | None) -> codec.LayerMoments:
+        """Moments of a layer over one of this actor's samples; after the first round under the law that it gave."""
+        return self._closing().moments_of(sample, layer, law)
 
     def advance(self, layer: int, frozen: codec.JointLayer) -> None:
         """Take this actor's samples through a frozen layer."""
@@ -320,9 +320,14 @@ def _calibrate_closed(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) 
     count: int = ray.get(pool[0].layers.remote())
     rounds: int = ray.get(pool[0].rounds.remote())
 
-    def moments(layer: int, law: codec.JointLayer | None) -> list[codec.LayerMoments]:
-        found = ray.get([actor.layer_moments.remote(layer, law) for actor in pool])
-        return [found[i % len(pool)][i // len(pool)] for i in range(len(samples))]
+    def moments(layer: int, law: codec.JointLayer | None) -> Iterator[codec.LayerMoments]:
+        """In the order of the samples, a few at a time: a large model's are hundreds of megabytes each."""
+        shared, waiting = ray.put(law), []
+        for number in range(len(samples) + len(pool)):
+            if number < len(samples):
+                waiting.append(pool[number % len(pool)].layer_moments.remote(number // len(pool), layer, shared))
+            if number >= len(pool):
+                yield ray.get(waiting.pop(0))
 
     def advance(layer: int, law: codec.JointLayer) -> None:
         ray.get([actor.advance.remote(layer, law) for actor in pool])

@@ -50,10 +50,10 @@ def any_joint(
     coefficient[first + 1, first] = 0
     return JointLayer(
         step=rng.integers(-20, 4, n), coefficient=coefficient.astype(np.int16), unit=rng.integers(-40, -20, n),
-        given=rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (n, history * n)).astype(np.int16),
+        given=rng.integers(-128, 128, (n, history * n)).astype(np.int8),
         given_unit=rng.integers(-40, -20, n), bias=rng.standard_normal(n).astype(np.float32),
         sigma=(2.0 ** rng.uniform(-12, 6, n)).astype(np.float32), inside=rng.uniform(-2, 2, n // 4).astype(np.float32),
-        gain=rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (hidden, n)).astype(np.int16), gain_unit=rng.integers(-60, -30, hidden),
+        gain=rng.integers(-128, 128, (hidden, n)).astype(np.int8), gain_unit=rng.integers(-60, -30, hidden),
     )  # fmt: skip
 
 
@@ -222,8 +222,8 @@ def test_fit_recovers_a_regression() -> None:
     for piece in (slice(0, half), slice(half, tokens)):
         error = f[:, piece].T @ gain.T + noise[piece]
         moments.append(LayerMoments.of(None, f[:, piece], f[:, piece], error))
-    moments[0].add(moments[1])
-    joint = fit(moments[0])
+    joint, counted = fit(moments)
+    assert counted == tokens
     got = joint.coefficient * 2.0 ** joint.unit[:, None].astype(float) / 2.0 ** joint.step[None].astype(float)
     first = np.arange(n // 2, n, 2)
     assert (joint.coefficient[first + 1, first] == 0).all() and not np.triu(joint.coefficient).any()
@@ -241,25 +241,26 @@ def test_fit_of_nothing_and_of_constants() -> None:
     from codec.joint_fit import LayerMoments, fit
 
     with pytest.raises(errors.UserError, match="no token"):
-        fit(LayerMoments.of(None, np.zeros((8, 0)), np.zeros((8, 0)), np.zeros((0, 3))))
-    still = fit(LayerMoments.of(None, np.zeros((8, 5)), np.zeros((8, 5)), np.zeros((5, 3))))
+        fit([LayerMoments.of(None, np.zeros((8, 0)), np.zeros((8, 0)), np.zeros((0, 3)))])
+    still, _ = fit([LayerMoments.of(None, np.zeros((8, 5)), np.zeros((8, 5)), np.zeros((5, 3)))])
     assert (still.sigma > 0).all() and not still.coefficient.any() and not still.gain.any()
 
 
 def test_calibration_shared_among_processes_gives_the_same_profile() -> None:
-    from codec.calibrate import ClosedCalibration, freeze_closed, merge
-    from codec.joint_fit import fit
+    from codec.calibrate import ClosedCalibration, fit_layers, freeze_closed
 
     w = world()
     parts = w.samples("bf16")
     workers = [ClosedCalibration(w.predictor, "bf16", some) for some in (parts[:5], parts[5:])]
-    layers = []
-    for layer in range(w.predictor.config.layers):
-        layers.append(fit(merge([m for worker in workers for m in worker.moments(layer)])))
+
+    def advance(layer: int, law: JointLayer) -> None:
         for worker in workers:
-            if layer < w.predictor.config.layers - 1:
-                worker.advance(layer, layers[-1])
-    tokens = sum(len(s.token_ids) for s in parts)
+            worker.advance(layer, law)
+
+    layers, tokens = fit_layers(
+        w.predictor.config.layers, 1, lambda layer, law: [m for x in workers for m in x.moments(layer, law)], advance
+    )
+    assert tokens == sum(len(s.token_ids) for s in parts)
     shared = freeze_closed(w.predictor, samples.TARGET, "bf16", layers, tokens, prefill_tokens=64)
     assert shared.to_bytes() == w.profile("closed").to_bytes()
 
@@ -270,8 +271,10 @@ def test_tokens_that_do_not_count_only_lead_up() -> None:
     w = world()
     sample = w.samples("bf16")[0]
     some = np.arange(100) % 3 == 0
-    whole = ClosedCalibration(w.predictor, "bf16", [sample]).moments(0)[0]
-    apart = [ClosedCalibration(w.predictor, "bf16", [replace(sample, counted=m)]).moments(0)[0] for m in (some, ~some)]
+    whole = ClosedCalibration(w.predictor, "bf16", [sample]).moments_of(0, 0)
+    apart = [
+        ClosedCalibration(w.predictor, "bf16", [replace(sample, counted=m)]).moments_of(0, 0) for m in (some, ~some)
+    ]
     assert [m.tokens for m in apart] == [34, 66] and whole.tokens == 100
     apart[0].add(apart[1])
     assert np.allclose(apart[0].gram, whole.gram) and np.allclose(apart[0].cross, whole.cross)
