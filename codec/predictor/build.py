@@ -17,7 +17,7 @@ from codec.predictor.config import KINDS, LIMBED, SMOOTHED, PredictorConfig, che
 from codec.predictor.decoder import Predictor
 from codec.predictor.limbs import choose_limbs, products
 from codec.predictor.linear import quantise_weight
-from codec.predictor.ranges import LayerWeights, Ranges, smooth_layer
+from codec.predictor.ranges import READERS, LayerWeights, Ranges, smooth_layer
 from codec.predictor.rope import frequencies
 
 PROJECTIONS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
@@ -61,7 +61,7 @@ def build_predictor(
         source = f"model.layers.{layer}."
         weights = _layer_weights(tensors, source)
         if ranges is not None and kind in SMOOTHED:
-            weights = smooth_layer(weights, ranges, layer, exact_kv)
+            weights = smooth_layer(weights, ranges, layer, exact_kv, _uneven(out.get("limbs"), layer))
         out |= {f"layers.{layer}.{name}": tensor for name, tensor in _quantised(weights, shape).items()}
         exponents.append(_value_exponents(tensors, source, shape.kv_heads))
     out["value_exponents"] = torch.stack(exponents)
@@ -96,6 +96,12 @@ def _quantised(layer: LayerWeights, shape: PredictorConfig) -> dict[str, Tensor]
     for n, weight in layer.weight.items():
         out |= {f"{n}.{part}": tensor for part, tensor in quantise_weight(weight, shape.form(n)).items()}
     return out if layer.smooth is None else out | {"smooth": layer.smooth}
+
+
+def _uneven(limbs: Tensor | None, layer: int) -> set[str]:
+    """Inputs to smooth: those that someone reads with one limb. Two limbs have range enough, and smoothing costs weights some."""
+    fine = {} if limbs is None else {n: count == 2 for n, count in zip(LIMBED, limbs[layer].tolist(), strict=True)}
+    return {name for name, readers in READERS.items() if any(not fine.get(n, False) for n in readers if n in LIMBED)}
 
 
 def _default_limbs(shape: PredictorConfig) -> Tensor:

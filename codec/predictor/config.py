@@ -14,7 +14,10 @@ from codec.predictor.rope import regime
 SUPPORTED = ("llama",)
 MAX_CONTEXT = 1 << 17  # beyond, attention sums would need more bits than float64 holds exactly
 KINDS = ("fp8", "int8", "int8-mixed", "int8-a16", "int4", "mxfp4")  # rungs of the ladder
-SMOOTHED = ("int8", "int8-mixed", "int8-a16")  # rungs that smoothing makes better; with 4-bit weights it costs 0.4 bit
+SMOOTHED = (
+    "int8",
+    "int8-mixed",
+)  # rungs that smoothing makes better: elsewhere it is the weights that have no range to spare
 LIMBED = ("q", "o", "gate", "up", "down")  # projections whose activations int8-mixed gives one or two limbs
 LIMITS = {
     "layers": 1024,

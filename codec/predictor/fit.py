@@ -38,5 +38,5 @@ def fit_predictor(
 
     if kind != "int8-mixed" or not prompts:
         return build(kind)
-    fine = build("int8-a16")
-    return build(kind, choose_limbs(fine.config, sensitivities(fine, prompts)))
+    plain = build("int8")
+    return build(kind, choose_limbs(build(kind).config, sensitivities(plain, prompts)))

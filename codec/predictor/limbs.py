@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -39,9 +40,13 @@ def sensitivities(
 ) -> Tensor:  # exact: computed once, the choice is stored
     """Mean squared error of a layer's output when one projection has one limb, relative to the state: float64 [layers, 5].
 
-    predictor: an int8-a16; prompts: token ids, int64 [T] each; columns as in LIMBED. Each layer starts from an accurate state.
+    predictor: an int8 or an int8-a16, whose layers are run with two limbs throughout;
+    prompts: token ids, int64 [T] each; columns as in LIMBED. Each layer starts from an accurate state.
     """
-    c = predictor.config
+    c, predictor = predictor.config, copy.copy(predictor)
+    predictor.layers = [
+        replace(w, **{name: getattr(w, name).in_form("int8-a16") for name in LIMBED}) for w in predictor.layers
+    ]
     out = torch.zeros(c.layers, len(LIMBED), dtype=torch.float64)
     run = predictor.run([predictor.new_state() for _ in prompts], prompts)
     for layer in range(c.layers - 1):

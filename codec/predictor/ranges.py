@@ -7,6 +7,7 @@ read them are multiplied. It is folded into what comes before where that is line
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -78,14 +79,19 @@ class LayerWeights:
     smooth: Tensor | None = None  # int32 [heads * head_dim]: attention's output is divided by 2**smooth
 
 
-def smooth_layer(layer: LayerWeights, ranges: Ranges, number: int, exact_kv: bool) -> LayerWeights:
-    """The same function, with its channels evened out. exact_kv: K and V have 16-bit weights, which need no care."""
+def smooth_layer(
+    layer: LayerWeights, ranges: Ranges, number: int, exact_kv: bool, inputs: Collection[str] = tuple(READERS)
+) -> LayerWeights:
+    """The same function, with the channels of these inputs evened out.
+
+    exact_kv: K and V have 16-bit weights, which need no care.
+    """
     scales: dict[str, Tensor] = {}
     weight, bias = dict(layer.weight), dict(layer.bias)
     for name, readers in READERS.items():
         careful = [n for n in readers if not (exact_kv and n in ("k", "v"))]
         e = exponents(ranges.largest[name][number], [layer.weight[n] for n in careful])
-        scales[name] = e
+        e = scales[name] = e if name in inputs else torch.zeros_like(e)
         for n in readers:
             weight[n] = weight[n] * exact.pow2(e)
     down = exact.pow2(-scales["mlp"])
