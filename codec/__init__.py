@@ -13,7 +13,7 @@ from codec.calibrate import (
     freeze,
     freeze_closed,
     measure,
-    with_token_scales,
+    sharpened,
 )
 from codec.calibrate import Sample as ClosedSample
 from codec.chunk import (
@@ -83,5 +83,5 @@ __all__ = [
     "measure_ranges",
     "read_header",
     "root_key",
-    "with_token_scales",
+    "sharpened",
 ]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from codec import token_scale
+from codec import narrow, token_scale
 from codec.bins import Bins, density_table
-from codec.cells import Ints
 from codec.chunk import Layers
 from codec.closed_loop import ClosedLoop, Laws, carried_features
 from codec.errors import UserError
-from codec.formats import number_format
+from codec.formats import NumberFormat, number_format
 from codec.geometry import Floats, Geometry
 from codec.joint_fit import LayerMoments, fit
 from codec.joint_model import JointLayer
@@ -57,7 +57,7 @@ def measure(
 ) -> Moments:
     """Residual moments of one chunk (shapes as in `codec.encode`); takes its tokens into `state`.
 
-    Of a cache with scales, `truth` is what it was before it was quantised, and residuals are in units of the scales.
+    Of a cache with scales residuals are in units of them.
     """
     moments = Moments.zero(predictor.config)
     moments.tokens = len(token_ids)
@@ -65,9 +65,10 @@ def measure(
     for layer in range(predictor.config.layers):
         kv = run.guess(layer)
         for tensor in range(2):
-            r = truth[layer][tensor].cpu().double() - kv[0][tensor].cpu().double()
+            guess = kv[0][tensor].cpu().double()
             if scales is not None:
-                r = r / torch.from_numpy(scales.values[layer, tensor].astype(np.float64))[:, None, None]
+                guess = guess / torch.from_numpy(scales.values[layer, tensor].astype(np.float64))[:, None, None]
+            r = truth[layer][tensor].cpu().double() - guess
             finite = r.abs() <= _ABSURD  # not so for a NaN
             moments.squares[layer, tensor] = torch.where(finite, r, torch.zeros_like(r)).square().sum(1).numpy()
             moments.counts[layer, tensor] = finite.sum(1).numpy()
@@ -132,14 +133,12 @@ class _Work:
 @dataclass(frozen=True)
 class Sample:
     """One calibration prompt: token ids int64 [T]; true (K, V) of every layer; the target's hidden state entering every
-    layer, float [layers][T, hidden], or none where no predictor has one; which tokens count, bool [T] (others only lead up to them);
-    of a coarse cache also K and V before they were quantised, in any float type."""
+    layer, float [layers][T, hidden], or none where no predictor has one; which tokens count, bool [T] (others only lead up to them)."""
 
     token_ids: Tensor
     truth: Layers
     hidden: list[Tensor]
     counted: NDArray[np.bool_] | None = None
-    latent: Layers | None = None
 
 
 class ClosedCalibration:
@@ -166,12 +165,7 @@ class ClosedCalibration:
         self._model = CellModel(gaussian_table(), self._fmt)
         self._guesses: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(self._samples)
         self._carries: list[object] = [None] * len(self._samples)
-        self._energies: list[list[Ints]] = [[] for _ in self._samples]
-
-    @property
-    def coarse(self) -> bool:
-        """Whether symbols tell bins: what they show of innovations is then too little for scales of tokens."""
-        return self._fmt.coarse
+        self._evidence: list[list[NDArray[Any]]] = [[] for _ in self._samples]
 
     @property
     def rounds(self) -> int:
@@ -187,12 +181,8 @@ class ClosedCalibration:
         sample, run = self._samples[i], self._runs[i]
         if law is None:
             self._guesses[i] = run.guess(layer)[0]
-        scales = None if self._scales is None else self._scales[layer]
-        geometry = Geometry(self._guesses[i], run.turns()[0], self._predictor.config.rope_dim, scales)
-        truth = sample.truth if sample.latent is None else sample.latent
-        values = [geometry.channels(t.cpu().double().numpy()) for t in truth[layer]]
-        if geometry.scales is not None:
-            values = [x / scale for x, scale in zip(values, geometry.scales, strict=True)]
+        geometry = self._geometry(i, layer)
+        values = [geometry.channels(self._fmt.values(self._fmt.patterns(t))) for t in sample.truth[layer]]
         residual = _ordered([x - g for x, g in zip(values, (geometry.k, geometry.v), strict=True)], geometry)
         features = residual
         if law is not None:
@@ -212,15 +202,33 @@ class ClosedCalibration:
         for i, run in enumerate(self._runs):
             laws, following = self._known(i, layer, frozen)
             counted = self._samples[i].counted
-            squares = laws.squares if counted is None else laws.squares[:, counted]
-            self._energies[i].append(token_scale.block_sums(squares))
+            self._evidence[i].append(self._seen(i, layer, laws, slice(None) if counted is None else counted))
             self._carries[i] = following.carry
             if layer < self._predictor.config.layers - 1:
                 follow(run, layer, [following])
 
-    def energies(self) -> list[Ints]:
-        """Sums of squared innovations in blocks, int64 [layers, blocks, tokens that count], one a sample; after the last `advance`."""
-        return [np.stack(parts) for parts in self._energies]
+    def evidence(self) -> list[NDArray[Any]]:
+        """What `sharpened` wants to know, one array a sample; after the last `advance`.
+
+        Of a fine cache sums of squared innovations in blocks, int64 [layers, blocks, tokens that count]; of a coarse one code
+        lengths in bits under narrower and wider laws, float64 [layers, N, laws] (codec.narrow).
+        """
+        return [np.stack(parts) for parts in self._evidence]
+
+    def _seen(self, i: int, layer: int, laws: Laws, counted: slice | NDArray[np.bool_]) -> NDArray[Any]:
+        if self._bins is None:
+            return token_scale.block_sums(laws.squares[:, counted])
+        geometry, sample = self._geometry(i, layer), self._samples[i]
+        patterns = [geometry.channels(self._fmt.patterns(t)) for t in sample.truth[layer]]
+        lengths = [
+            narrow.code_lengths(self._bins, p[:, counted], mean[:, counted], sigma[:, counted])
+            for p, mean, sigma in zip(patterns, laws.mean, laws.sigma, strict=True)
+        ]
+        return np.concatenate([lengths[1], lengths[0][geometry.k_order]])
+
+    def _geometry(self, i: int, layer: int) -> Geometry:
+        scales = None if self._scales is None else self._scales[layer]
+        return Geometry(self._guesses[i], self._runs[i].turns()[0], self._predictor.config.rope_dim, scales)
 
     def _known(self, i: int, layer: int, law: JointLayer) -> tuple[Laws, Next]:
         truth, turn = self._samples[i].truth[layer], self._runs[i].turns()[0]
@@ -252,8 +260,7 @@ def calibrate_closed(
     """Calibrate the closed loop in one process. Raises UserError without samples."""
     work = ClosedCalibration(predictor, cache_format, samples, scales=scales)
     layers, tokens = fit_layers(predictor.config.layers, work.rounds, work.moments, work.advance)
-    if not work.coarse:
-        layers = with_token_scales(layers, work.energies())
+    layers = sharpened(layers, work.evidence(), number_format(cache_format))
     return freeze_closed(predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens, scales=scales)
 
 
@@ -277,9 +284,15 @@ def fit_layers(
     return layers, tokens
 
 
-def with_token_scales(layers: Sequence[JointLayer], energies: Sequence[Ints]) -> list[JointLayer]:
-    """The joint models with scales for tokens, fitted to `ClosedCalibration.energies` of all samples."""
-    scales = token_scale.fit(energies, token_scale.block_sizes(len(layers[0].step)))
+def sharpened(layers: Sequence[JointLayer], evidence: Sequence[NDArray[Any]], fmt: NumberFormat) -> list[JointLayer]:
+    """The joint models with what changes sigmas but no mean, fitted to `ClosedCalibration.evidence` of all samples.
+
+    Of a fine cache scales for tokens; of a coarse one, whose symbols tell too little of innovations for them, narrower laws.
+    """
+    if fmt.coarse:
+        factors = narrow.fit(evidence)
+        return [replace(layer, narrow=factor) for layer, factor in zip(layers, factors, strict=True)]
+    scales = token_scale.fit(evidence, token_scale.block_sizes(len(layers[0].step)))
     return [replace(layer, scale=scale) for layer, scale in zip(layers, scales, strict=True)]
 
 
@@ -299,6 +312,8 @@ def freeze_closed(
               "sigma": np.float32, "inside": np.float32, "gain": np.int8, "gain_unit": np.int8}  # fmt: skip
     if layers[0].scale is not None:
         stored["scale"] = np.int16
+    if layers[0].narrow is not None:
+        stored["narrow"] = np.float32
     if layers[0].history:
         stored |= {"given": np.int8, "given_unit": np.int8}
     tensors: Arrays = {name: np.stack([getattr(x, name) for x in layers]).astype(t) for name, t in stored.items()}

@@ -171,7 +171,7 @@ class ClosedLoop:
         for j in range(ready.values):
             pace.reach(j)
             mean = means.of(j)
-            self._take(laws, 1, j, j, (geometry.v[j], ready.step_v[j]), mean, ready.sigma[j], pace, read)
+            self._take(layer, laws, 1, j, j, (geometry.v[j], ready.step_v[j]), mean, ready.sigma[j], pace, read)
             means.features[j] = ready.features(laws.residual[1][j : j + 1], slice(j, j + 1))[0]
         for p in range(ready.values // 2):
             j, one = ready.values + 2 * p, slice(p, p + 1)
@@ -181,7 +181,7 @@ class ClosedLoop:
             mean, sigma = law.mean_first, law.sigma_first
             for half, row in enumerate(rows):
                 at = geometry.k[row], ready.step_k[p]
-                self._take(laws, 0, row, j + half, at, mean[0], sigma[0], pace, read)
+                self._take(layer, laws, 0, row, j + half, at, mean[0], sigma[0], pace, read)
                 if half == 0:
                     mean, sigma = law.second(laws.residual[0][row : row + 1]), law.sigma_second
             turned = geometry.unrotate_pair(laws.residual[0][rows[0]], laws.residual[0][rows[1]], p)
@@ -190,17 +190,18 @@ class ClosedLoop:
         return laws
 
     def _take(
-        self, laws: Laws, side: int, row: int, j: int, at: tuple[Floats, Floats], mean: Floats, sigma: Floats, pace: _Pace,
+        self, layer: int, laws: Laws, side: int, row: int, j: int, at: tuple[Floats, Floats], mean: Floats, sigma: Floats, pace: _Pace,
         read: Read,
     ) -> None:  # fmt: skip
         """Read channel j of the coding order, which is stored as `row`, under its law and write down what it showed.
 
         at: guess and step; mean: of the residual; sigma: the model's own.
         """
-        guess, coded = at[0], np.broadcast_to(pace.spread(sigma), laws.features.shape[1])
-        laws.mean[side][row], laws.sigma[side][row] = guess + mean, coded
+        mine = np.broadcast_to(pace.spread(sigma), laws.features.shape[1])
+        coded = mine * self._layers[layer].narrow[j]
+        laws.mean[side][row], laws.sigma[side][row] = at[0] + mean, coded
         patterns = read(side, row, laws.mean[side][row], coded)
-        laws.residual[side][row], laws.forced[side][row] = self._observed(patterns, *at, laws.mean[side][row], coded)
+        laws.residual[side][row], laws.forced[side][row] = self._observed(patterns, *at, laws.mean[side][row], mine)
         laws.squares[j] = innovations(laws.residual[side][row] - mean, sigma)
 
     def _observed(

@@ -45,6 +45,7 @@ class JointLayer:
     gain: NDArray[np.int8]  # [M, N]: hidden-state correction in units of 2**gain_unit[m], of the state's RMS
     gain_unit: Ints  # [M]
     scale: NDArray[np.int16] | None = None  # [blocks, TERMS] of codec.token_scale; None: the same sigmas for all tokens
+    narrow: NDArray[np.float32] | None = None  # [N]: factors of codec.narrow on the sigmas that are coded with; None: 1
 
     @property
     def history(self) -> int:
@@ -74,6 +75,7 @@ class Ready:
         self.gain_unit = np.ldexp(1.0, joint.gain_unit.astype(np.int64))[:, None]
         self.sigma = joint.sigma.astype(np.float64)[:, None]
         self.scale = None if joint.scale is None else joint.scale.astype(np.int64)
+        self.narrow = np.ones(n) if joint.narrow is None else joint.narrow.astype(np.float64)
         variance = self.sigma * self.sigma
         self.w = joint.inside.astype(np.float64)[:, None]
         self.va = variance[self.values :: 2]

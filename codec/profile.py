@@ -8,7 +8,8 @@ tensors it holds depends on the loop; `table` (int64) is the cumulative normal d
             [layers, N]; inside float32 [layers, P]; gain int8 [layers, M, N]; gain_unit int8 [layers, M]; of a fine cache scale
             int16 [layers, blocks, 4] (codec.token_scale); where the model looks back also given int8 [layers, N, G] and
             given_unit int8 [layers, N]  (codec.joint_model)
-    of an FP8 cache also scales float32 [layers, 2, kv_heads]; in the closed loop density int64 (codec.bins)
+    of an FP8 cache also scales float32 [layers, 2, kv_heads]; in the closed loop density int64 (codec.bins) and narrow float32
+            [layers, N] (codec.narrow)
 """
 
 from __future__ import annotations
@@ -143,10 +144,8 @@ class Profile:
         given, given_unit = np.zeros((n, 0), np.int8), np.zeros(n, np.int64)
         if self.facts.history:
             given, given_unit = t["given"][i], t["given_unit"][i].astype(np.int64)
-        scale = t["scale"][i] if "scale" in t else None
-        return JointLayer(
-            coefficient=coefficient, given=given, given_unit=given_unit, scale=scale, **(stored | integers)
-        )
+        stored |= {k: t[k][i] for k in ("scale", "narrow") if k in t}
+        return JointLayer(coefficient=coefficient, given=given, given_unit=given_unit, **(stored | integers))
 
     def to_bytes(self) -> bytes:
         """Canonical bytes."""
@@ -236,7 +235,9 @@ class Profile:
             shape = (f.layers, 2, f.kv_heads, f.head_dim)
             return {"grid": (shape, np.int16), "reciprocal": (shape, np.int32), **more}
         n = 2 * f.kv_heads * f.head_dim
-        if not self.format.coarse:
+        if self.format.coarse:
+            more["narrow"] = ((f.layers, n), np.float32)
+        else:
             more["scale"] = ((f.layers, -(-n // token_scale.BLOCK), token_scale.TERMS), np.int16)
         if f.history:
             more |= {"given": ((f.layers, n, f.history * n), np.int8), "given_unit": ((f.layers, n), np.int8)}
@@ -259,10 +260,10 @@ class Profile:
             raise ProfileError("The profile's reciprocals are out of range.")
 
     def _check_closed(self) -> None:
-        for name in ("bias", "sigma", "inside"):
+        for name in ("bias", "sigma", "inside", *(["narrow"] if self.format.coarse else [])):
             if not bool(np.isfinite(self.tensors[name]).all()) or float(np.abs(self.tensors[name]).max()) > 2.0**60:
                 raise ProfileError(f"The profile's tensor '{name}' is out of range.")
-        if float(self.tensors["sigma"].min()) < 2.0**-30:
+        if min(float(self.tensors[name].min()) for name in ("sigma", "narrow") if name in self.tensors) < 2.0**-30:
             raise ProfileError("The profile has a standard deviation that is not positive.")
         n = self.tensors["step"].shape[1]
         second = np.arange(n // 2 + 1, n, 2)  # row j of the triangle ends at j (j + 1) / 2; its last is (j, j - 1)

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 import codec
-from codec.chunk import Layers
 from codec.entropy import BACKEND
 from codec.errors import DataError
+from codec.formats import number_format
 from codec.profile import PROFILE_VERSION
 from pipeline.model_source import localise
 from pipeline.paths import predictor_path, profile_config_path, profile_path
@@ -162,9 +162,9 @@ class Calibrator:
         step = self._job.chunk_tokens
         for index, key in enumerate(sample.prompt.keys[: sample.chunks]):
             ids = torch.from_numpy(tokens[index * step : (index + 1) * step].copy())
-            latent = target.prefill_latent(cache, ids)[2]
+            truth = target.prefill(cache, ids)
             if key in sample.measured:
-                moments.add(codec.measure(predictor, state, ids, latent, target.scales))
+                moments.add(codec.measure(predictor, state, ids, truth, target.scales))
             else:
                 predictor.advance(state, ids)
         return moments
@@ -191,10 +191,9 @@ class Calibrator:
         """Moments of a layer over one of this actor's samples; after the first round under the law that it gave."""
         return self._closing().moments_of(sample, layer, law)
 
-    def energies(self) -> list[Any] | None:
-        """What the scales of tokens are fitted to, one a sample; None where a cache's symbols tell too little for them."""
-        work = self._closing()
-        return None if work.coarse else work.energies()
+    def evidence(self) -> list[Any]:
+        """What sigmas are sharpened by in the end, one a sample."""
+        return self._closing().evidence()
 
     def advance(self, layer: int, frozen: codec.JointLayer) -> None:
         """Take this actor's samples through a frozen layer."""
@@ -248,18 +247,10 @@ def closed_sample(
     """Run the target on a prompt, int64 [T], `step` tokens at a time; the prompt as the closed loop is calibrated on it."""
     cache = target.new_cache()
     states: list[list[torch.Tensor]] = []
-    latents: list[Layers] = []
     for begin in range(0, len(token_ids), step):
-        _, hidden, latent = target.prefill_latent(cache, token_ids[begin : begin + step])
-        states.append(hidden)
-        if target.scales is not None:
-            latents.append(latent)
-    joined = [
-        (torch.cat([key for key, _ in parts], dim=1), torch.cat([value for _, value in parts], dim=1))
-        for parts in zip(*latents, strict=True)
-    ]
+        states.append(target.prefill_states(cache, token_ids[begin : begin + step])[1])
     hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
-    return codec.ClosedSample(token_ids, target.read(cache, 0, len(token_ids)), hidden, counted, joined or None)
+    return codec.ClosedSample(token_ids, target.read(cache, 0, len(token_ids)), hidden, counted)
 
 
 def load_checked_target(job: Job, device: Device, *, quantised: bool = True) -> Target:
@@ -294,7 +285,7 @@ def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, 
         fingerprint = ray.get(pool[0].build.remote(ranges, samples[:LIMB_PROMPTS]))
         ray.get([actor.load.remote(fingerprint) for actor in pool])
         calibrate_loop = _calibrate_closed if job.loop == "closed" else _calibrate_open
-        profile_id = calibrate_loop(ray, pool, samples)
+        profile_id = calibrate_loop(ray, job, pool, samples)
     finally:
         for actor in pool:
             ray.kill(actor)
@@ -309,7 +300,7 @@ def _ranges(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> codec.R
     return reduce(codec.Ranges.merge, found)
 
 
-def _calibrate_open(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> bytes:
+def _calibrate_open(ray: Any, job: Job, pool: Sequence[Any], samples: Sequence[Sample]) -> bytes:
     measured = _measure_all(ray, pool, samples)
     moments = copy.deepcopy(measured[0])  # arrays that come out of Ray's object store are read-only
     for other in measured[1:]:
@@ -318,7 +309,7 @@ def _calibrate_open(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) ->
     return profile_id
 
 
-def _calibrate_closed(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) -> bytes:
+def _calibrate_closed(ray: Any, job: Job, pool: Sequence[Any], samples: Sequence[Sample]) -> bytes:
     """A barrier a layer: the moments of a layer need the frozen gains of those below it (DESIGN 4.7)."""
     shares = [list(samples[i :: len(pool)]) for i in range(len(pool))]
     ray.get([actor.begin_closed.remote(share) for actor, share in zip(pool, shares, strict=True)])
@@ -338,9 +329,9 @@ def _calibrate_closed(ray: Any, pool: Sequence[Any], samples: Sequence[Sample]) 
         ray.get([actor.advance.remote(layer, law) for actor in pool])
 
     layers, tokens = codec.fit_layers(count, rounds, moments, advance)
-    found = ray.get([actor.energies.remote() for actor in pool])
-    if found[0] is not None:
-        layers = codec.with_token_scales(layers, [found[i % len(pool)][i // len(pool)] for i in range(len(samples))])
+    found = ray.get([actor.evidence.remote() for actor in pool])
+    evidence = [found[i % len(pool)][i // len(pool)] for i in range(len(samples))]
+    layers = codec.sharpened(layers, evidence, number_format(job.cache_format))
     profile_id: bytes = ray.get(pool[0].freeze_closed.remote(layers, tokens))
     return profile_id
 

@@ -32,18 +32,12 @@ class QuantisedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no
         super().__init__()
         self._scales, self._layer, self._format, self._dtype = scales, layer, fmt, dtype
         self._stored: KV | None = None  # uint8 [1, kv_heads, tokens, head_dim] each
-        self.latent: KV | None = (
-            None  # K and V of the last `update` as the model computed them, [kv_heads, T, head_dim]
-        )
-        self.keep_latent = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         """Quantise new K and V, [1, kv_heads, tokens, head_dim] in the run dtype, and return all that the cache stands for."""
         if key_states.dtype != self._dtype or value_states.dtype != self._dtype:
             raise UserError(f"the model computes K and V in {key_states.dtype} where {self._dtype} was asked for")
         new = key_states[0], value_states[0]
-        if self.keep_latent:
-            self.latent = new[0].clone(), new[1].clone()
         self.append([self._scales.quantise(t, self._layer, side, self._format) for side, t in enumerate(new)])
         return self.keys, self.values
 
@@ -80,7 +74,7 @@ class QuantisedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        self._stored = self.latent = None
+        self._stored = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; their number is negative, as in transformers."""

@@ -113,24 +113,6 @@ class Target:
         states = [state[0].cpu() for state in out.hidden_states[: len(cache.layers)]]
         return self._read(cache, self.length(cache) - len(token_ids), len(token_ids)), states
 
-    @torch.no_grad()
-    def prefill_latent(self, cache: Any, token_ids: Tensor) -> tuple[list[KV], list[Tensor], list[KV]]:
-        """As `prefill_states`, and K and V of these tokens before they were quantised, in the run dtype.
-
-        Where the cache is not FP8, that is the first of the three itself.
-        """
-        if self.scales is None:
-            truth, states = self.prefill_states(cache, token_ids)
-            return truth, states, truth
-        for layer in cache.layers:
-            layer.keep_latent = True
-        try:
-            truth, states = self.prefill_states(cache, token_ids)
-            return truth, states, [layer.latent for layer in cache.layers]
-        finally:
-            for layer in cache.layers:
-                layer.keep_latent, layer.latent = False, None
-
     def read(self, cache: Any, first_token: int, tokens: int) -> list[KV]:
         """Copies of K and V of tokens first_token … first_token + tokens, as `prefill` returns them."""
         if first_token < 0 or tokens < 1 or first_token + tokens > self.length(cache):

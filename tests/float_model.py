@@ -109,8 +109,7 @@ class World:
         out = []
         for ids in self._prompts:
             layers, hidden = cache_of(self.config, self.weights, ids, self.scales(name, mode), name)
-            latent = layers if FORMATS[name].coarse else None
-            out.append(Sample(ids, self._cast(layers, name, mode), hidden, latent=latent))
+            out.append(Sample(ids, self._cast(layers, name, mode), hidden))
         return out
 
     def _closed(self, name: str, mode: str) -> codec.Profile:
@@ -121,7 +120,7 @@ class World:
         moments, scales = codec.Moments.zero(self.predictor.config), self.scales(name, mode)
         for s in self.samples(name, mode):
             state = self.predictor.new_state()
-            moments.add(codec.measure(self.predictor, state, s.token_ids, s.latent or s.truth, scales))
+            moments.add(codec.measure(self.predictor, state, s.token_ids, s.truth, scales))
         return codec.freeze(self.predictor, samples.TARGET, name, moments, prefill_tokens=64, scales=scales)
 
     def _cast(self, layers: Sequence[tuple[Tensor, Tensor]], name: str, mode: str) -> samples.Layers:

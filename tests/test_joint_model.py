@@ -19,6 +19,7 @@ from codec.closed_loop import Carry, ClosedLoop
 from codec.formats import BF16, FORMATS, NumberFormat
 from codec.geometry import Geometry
 from codec.joint_model import COEFFICIENT_MAX, FEATURE_MAX, JointLayer, Means, PairLaw, Ready
+from codec.narrow import FACTORS
 from codec.residual import CellModel, gaussian_table
 from tests import codec_samples as samples
 from tests.float_model import world
@@ -39,7 +40,13 @@ def ready_of(joint: JointLayer) -> Ready:
 
 
 def any_joint(
-    rng: np.random.Generator, pairs: int, hidden: int = 8, extreme: bool = False, history: int = 0, scaled: bool = False
+    rng: np.random.Generator,
+    pairs: int,
+    hidden: int = 8,
+    extreme: bool = False,
+    history: int = 0,
+    scaled: bool = False,
+    narrow: bool = False,
 ) -> JointLayer:
     """A joint model within the bounds of a profile, and no more sensible than that."""
     n = 4 * pairs
@@ -55,6 +62,7 @@ def any_joint(
         sigma=(2.0 ** rng.uniform(-12, 6, n)).astype(np.float32), inside=rng.uniform(-2, 2, n // 4).astype(np.float32),
         gain=rng.integers(-128, 128, (hidden, n)).astype(np.int8), gain_unit=rng.integers(-60, -30, hidden),
         scale=rng.integers(-600, 600, (-(-n // 32), 4)).astype(np.int16) if scaled else None,
+        narrow=rng.choice(FACTORS, n).astype(np.float32) if narrow else None,
     )  # fmt: skip
 
 
@@ -90,7 +98,7 @@ def test_any_joint_model_round_trips_any_truth(
     """Guesses, truths, angles and models that have nothing to do with one another."""
     rng, fmt, dim = np.random.default_rng(seed), FORMATS[name], 2 * half
     rope_dim = 2 * min(turned, half)
-    joint = any_joint(rng, heads * half, history=history, scaled=seed % 3 > 0)
+    joint = any_joint(rng, heads * half, history=history, scaled=seed % 3 > 0, narrow=fmt.coarse)
     loop = any_loop(rng, joint, rope_dim, fmt, heads)
     level = rng.integers(-60, 60, tokens) if joint.scale is not None else None
     carry = Carry((rng.integers(-FEATURE_MAX, FEATURE_MAX, (4 * heads * half, tokens)).astype(np.float64),), level)
@@ -250,7 +258,7 @@ def test_fit_of_nothing_and_of_constants() -> None:
 
 
 def test_calibration_shared_among_processes_gives_the_same_profile() -> None:
-    from codec.calibrate import ClosedCalibration, fit_layers, freeze_closed, with_token_scales
+    from codec.calibrate import ClosedCalibration, fit_layers, freeze_closed, sharpened
 
     w = world()
     parts = w.samples("bf16")
@@ -264,8 +272,7 @@ def test_calibration_shared_among_processes_gives_the_same_profile() -> None:
         w.predictor.config.layers, 1, lambda layer, law: [m for x in workers for m in x.moments(layer, law)], advance
     )
     assert tokens == sum(len(s.token_ids) for s in parts)
-    energies = [e for x in workers for e in x.energies()]
-    layers = with_token_scales(layers, energies)
+    layers = sharpened(layers, [e for x in workers for e in x.evidence()], BF16)
     shared = freeze_closed(w.predictor, samples.TARGET, "bf16", layers, tokens, prefill_tokens=64)
     assert shared.to_bytes() == w.profile("closed").to_bytes()
 

@@ -274,7 +274,7 @@ def _calibrate_open(
         note(f"calibrating on prompt {number + 1} of {len(prompts)}")
         cache, state = target.new_cache(), predictor.new_state()
         for ids in _chunks(tokens, settings.chunk_tokens):
-            moments.add(codec.measure(predictor, state, ids, target.prefill_latent(cache, ids)[2], target.scales))
+            moments.add(codec.measure(predictor, state, ids, target.prefill(cache, ids), target.scales))
     step = settings.chunk_tokens
     return codec.freeze(predictor, identity, target.cache_format, moments, prefill_tokens=step, scales=target.scales)
 
