@@ -277,6 +277,11 @@ def _new_cache(config: Any, source: ModelSource) -> Any:
 
     cache = DynamicCache(config=config)
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    if other == ["DynamicSlidingWindowLayer"]:
+        raise UserError(
+            f"the model {source.name!r} attends within a sliding window of {config.sliding_window} tokens and forgets older "
+            "K and V, which is not supported yet; every layer must have full attention"
+        )
     if other:
         raise UserError(
             f"the model {source.name!r} keeps state that is not supported yet ({', '.join(other)}); "
