@@ -14,7 +14,7 @@ from torch import Tensor
 
 from codec.errors import PredictorError, UnsupportedFormat, UserError
 from codec.predictor.config import KINDS, LIMBED, QKV_BIAS, SMOOTHED, PredictorConfig, check_family, from_hf, head_dim
-from codec.predictor.decoder import Predictor
+from codec.predictor.decoder import DecoderPredictor
 from codec.predictor.limbs import choose_limbs, products
 from codec.predictor.linear import quantise_weight
 from codec.predictor.ranges import READERS, LayerWeights, Ranges, smooth_layer
@@ -35,7 +35,7 @@ def build_predictor(
     ranges: Ranges | None = None,
     limbs: Tensor | None = None,
     window: int = 0,
-) -> Predictor:
+) -> DecoderPredictor:
     """Quantise a target's weights.
 
     config: the Hugging Face config as a dict; tensors: its weights under their Hugging Face names, any float dtype;
@@ -73,7 +73,7 @@ def build_predictor(
                 f"The model's weights are not finite (found in '{tensor_name}'); no predictor can be made of them."
             )
     try:
-        return Predictor(shape, out)
+        return DecoderPredictor(shape, out)
     except PredictorError as error:  # else it would be stored, and no process could load it
         raise UserError(f"No predictor can be made of this model: {error}") from error
 

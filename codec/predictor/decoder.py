@@ -7,21 +7,18 @@ many rows are computed at once, or on how a prompt is cut into chunks.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from codec import exact
 from codec.errors import PredictorError, UserError
-from codec.keys import content_id
 from codec.predictor import packed
 from codec.predictor.attention import Seen, attend
+from codec.predictor.base import Predictor
 from codec.predictor.config import LIMBED, PredictorConfig
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
 from codec.predictor.rope import cos_sin, rotate
@@ -68,49 +65,18 @@ class PredictorState:
         self.length = n
 
 
-class Predictor:
-    """A predictor's weights on one device."""
+class DecoderPredictor(Predictor):
+    """A decoder's quantised weights on one device."""
 
-    history = 0  # earlier layers that the joint models look back to: a predictor's own guesses say more
+    config: PredictorConfig  # history stays 0: what earlier layers say is in the guesses
 
     def __init__(self, config: PredictorConfig, tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> None:
-        self.config = config
-        self.device = torch.device(device)
-        self._stored = tensors
-        self._fingerprint: bytes | None = None
+        super().__init__(config, tensors, device)
         self._check()
         self.embed = tensors["embed"].to(self.device)
         self._inverse = tensors["rope.inverse"].to(self.device)
         self._starts: list[int] = tensors["rope.starts"].tolist()
         self.layers = [self._layer(i) for i in range(config.layers)]
-
-    # ------------------------------------------------------------ bytes
-    def to_bytes(self) -> bytes:
-        """The predictor as stored: safetensors; the same tensors always give the same bytes."""
-        data: bytes = safetensors.torch.save(self._stored, {"predictor": self.config.to_json()})
-        return data
-
-    @property
-    def fingerprint(self) -> bytes:
-        """BLAKE2b-256 of the stored bytes."""
-        if self._fingerprint is None:
-            self._fingerprint = content_id(self.to_bytes())
-        return self._fingerprint
-
-    @classmethod
-    def from_bytes(cls, data: bytes, device: torch.device | str = "cpu") -> Predictor:
-        """Parse a stored predictor. Raises PredictorError when it is malformed."""
-        try:
-            tensors = safetensors.torch.load(data)  # checks lengths and offsets before it touches a tensor
-            length = int.from_bytes(data[:8], "little")
-            metadata = json.loads(data[8 : 8 + length])["__metadata__"]["predictor"]
-        except Exception as error:  # a hostile file can fail in many ways inside the parsers
-            raise PredictorError(
-                f"The stored predictor cannot be read ({type(error).__name__}: {error}); it is corrupt, restore it or recompute the store."
-            ) from None
-        predictor = cls(PredictorConfig.from_json(metadata), tensors, device)
-        predictor._fingerprint = content_id(data)
-        return predictor
 
     # ------------------------------------------------------------ use
     @property
@@ -122,18 +88,9 @@ class Predictor:
         """The state before the first token."""
         return PredictorState()
 
-    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> Run:
+    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> DecoderRun:
         """Begin a forward pass over new tokens (1-D int64 each) of several sequences."""
-        return Run(self, states, token_ids)
-
-    def advance(self, state: PredictorState, token_ids: Tensor) -> None:
-        """Take tokens, which may be none, in without coding anything."""
-        if not len(token_ids):
-            return
-        run = self.run([state], [token_ids])
-        for layer in range(self.config.layers - 1):
-            run.advance(layer, run.guess(layer))
-        run.commit()
+        return DecoderRun(self, states, token_ids)
 
     # ------------------------------------------------------------ set-up
     def _check(self) -> None:
@@ -265,14 +222,16 @@ class Predictor:
         return cos_sin(self._inverse, self._starts, positions, 1.0, False)
 
 
-class Run:
+class DecoderRun:
     """One forward pass over the new tokens of a batch, a layer at a time: guess(0), advance(0, kv), guess(1), …, commit().
 
     `advance` is told which K and V attention is to use: the guesses themselves (open loop) or what was decoded (closed loop).
     States change only in `commit`, so a pass that fails leaves them as they were.
     """
 
-    def __init__(self, predictor: Predictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> None:
+    def __init__(
+        self, predictor: DecoderPredictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]
+    ) -> None:
         self.p, self.c = predictor, predictor.config
         self.states, self.lengths = list(states), [len(t) for t in token_ids]
         if len({id(s) for s in states}) < len(states):
