@@ -136,7 +136,7 @@ class Calibrator:
         return self._job.rung.ranges(self._loaded(), self._tokens(samples))
 
     def build(self, ranges: codec.Ranges | None, samples: Sequence[Sample]) -> bytes:
-        """Build the predictor from the target's weights, put it into the store, return its fingerprint."""
+        """Build the predictor from the target, put it into the store, return its fingerprint."""
         predictor = self._job.rung.build(self._loaded(), ranges, self._tokens(samples))
         self._job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
         return predictor.fingerprint
@@ -181,7 +181,8 @@ class Calibrator:
         counted = np.zeros(len(tokens), np.bool_)
         for index, key in enumerate(prompt.keys[: sample.chunks]):
             counted[index * step : (index + 1) * step] = key in sample.measured
-        return closed_sample(self._loaded(), torch.from_numpy(tokens.copy()), step, counted)
+        states = bool(self._ready().config.hidden)
+        return closed_sample(self._loaded(), torch.from_numpy(tokens.copy()), step, counted, states=states)
 
     def rounds(self) -> int:
         """How often the moments of a layer are taken and fitted."""
@@ -243,23 +244,28 @@ class Calibrator:
 
 
 def closed_sample(
-    target: Target, token_ids: torch.Tensor, step: int, counted: np.ndarray[Any, np.dtype[np.bool_]] | None = None
-) -> codec.ClosedSample:
-    """Run the target on a prompt, int64 [T], `step` tokens at a time; the prompt as the closed loop is calibrated on it."""
+    target: Target, token_ids: torch.Tensor, step: int, counted: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
+    *, states: bool = True,
+) -> codec.ClosedSample:  # fmt: skip
+    """Run the target on a prompt, int64 [T], `step` tokens at a time; the prompt as the closed loop is calibrated on it.
+
+    states: whether the predictor has a hidden state, which is compared with the target's.
+    """
     cache = target.new_cache()
-    states: list[list[torch.Tensor]] = []
+    hidden: list[list[torch.Tensor]] = []
     latents: list[Layers] = []
     for begin in range(0, len(token_ids), step):
-        _, hidden, latent = target.prefill_latent(cache, token_ids[begin : begin + step])
-        states.append(hidden)
+        _, entering, latent = target.prefill_latent(cache, token_ids[begin : begin + step])
+        if states:
+            hidden.append(entering)
         if target.scales is not None:
             latents.append(latent)
     joined = [
         (torch.cat([key for key, _ in parts], dim=1), torch.cat([value for _, value in parts], dim=1))
         for parts in zip(*latents, strict=True)
     ]
-    hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
-    return codec.ClosedSample(token_ids, target.read(cache, 0, len(token_ids)), hidden, counted, joined or None)
+    merged = [torch.cat(parts) for parts in zip(*hidden, strict=True)]
+    return codec.ClosedSample(token_ids, target.read(cache, 0, len(token_ids)), merged, counted, joined or None)
 
 
 def load_checked_target(job: Job, device: Device, *, quantised: bool = True) -> Target:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from codec.errors import UserError
 from codec.formats import number_format
 from codec.predictor.config import head_dim
 from pipeline.plan import Plan
@@ -51,7 +52,14 @@ class Estimate:
 
 
 def kv_bytes_a_token(config: Mapping[str, Any], cache_format: str) -> int:
-    """Raw K and V of one token over all layers, in bytes, from a Hugging Face config."""
+    """Raw K and V of one token over all layers, in bytes, from a Hugging Face config with standard names.
+
+    Raises:
+        UserError: the config does not say it.
+    """
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"):
+        if not isinstance(config.get(name), int):
+            raise UserError(f"the model's configuration has no {name}, without which nothing can be estimated")
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     scalars = int(config["num_hidden_layers"]) * 2 * kv_heads * head_dim(config)

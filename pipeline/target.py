@@ -18,6 +18,7 @@ from codec.scales import CacheScales
 from pipeline.model_source import (
     RUN_DTYPES,
     ModelSource,
+    config_dict,
     hf_config,
     load_config,
     load_tokenizer,
@@ -54,7 +55,7 @@ class Target:
         self.source = source
         self._set_format(cache_format, scales)
         self.dtype: torch.dtype = RUN_DTYPES[run_format(source, cache_format)]  # what the model is computed in
-        self.config: dict[str, Any] = self._hf_config.to_dict()
+        self.config = config_dict(self._hf_config)
         self.vocab_size = int(self._hf_config.vocab_size)
         self.context_length = context_length(self.config)
 
@@ -62,7 +63,7 @@ class Target:
         self.format = number_format(cache_format)  # that of what prefill, read and replace give and take
         if self.format.coarse != (scales is not None):
             raise ValueError(f"a cache in {cache_format} {'lacks its' if self.format.coarse else 'has no'} scales")
-        if scales is not None and (found := scales.values.shape) != (wanted := kv_shape(self._hf_config.to_dict())):
+        if scales is not None and (found := scales.values.shape) != (wanted := kv_shape(config_dict(self._hf_config))):
             raise DataError(
                 f"the cache's scales are for {list(found)} layers, K and V, and heads, not for {list(wanted)}"
             )
