@@ -14,7 +14,8 @@ from pipeline.work import ChunkFigures, Job
 
 # By loop and predictor, bf16: what jobs/benchmark.py rate measured with SmolLM2-135M, rounded down.
 GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.6, ("closed", "int8"): 3.8, ("closed", "int8-mixed"): 4.3,
-                  ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3}  # fmt: skip
+                  ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3,
+                  ("closed", "static"): 1.7, ("closed", "linear"): 1.9}  # fmt: skip
 GUESSED_RATIO = 2.3  # of any other
 # The same of an FP8 cache, over 8 bits; code lengths of the design's reference.
 GUESSED_FP8_RATIOS = {
