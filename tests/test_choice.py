@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,15 +20,19 @@ from codec.errors import UnsupportedArchitecture, UserError
 from codec.predictor import ModelFree
 from jobs.bench.rate import Settings
 from pipeline import index, ray_runtime
-from pipeline.calibration import find_profile
+from pipeline.calibration import closed_sample, find_profile
 from pipeline.choice import choose
+from pipeline.encode import ChainEncoder
 from pipeline.estimate import kv_bytes_a_token
 from pipeline.model_source import load_config, resolve_model
 from pipeline.options import Options
-from pipeline.paths import blob_path
+from pipeline.paths import blob_path, predictor_path
 from pipeline.run import Consoles, prepare, run
+from pipeline.rung import Rung
+from pipeline.store import Store
 from pipeline.target import load_target
-from pipeline.work import load_predictor, load_profile
+from pipeline.verify import ChainVerifier
+from pipeline.work import ADOPTED, KEPT, Job, load_predictor, load_profile
 from tests.conftest import write_tokenizer
 
 CHUNK = 32
@@ -101,6 +106,32 @@ def test_a_stored_chunk_decodes_alone(tiny_model: Path, tmp_path: Path, cluster:
     blob = job.store.get(blob_path(job.target, job.profile, row["key"]))
     decoded = codec.decode(predictor, profile, predictor.state_at(row["first_token"]), ids, blob, where)
     assert decoded.layer_checksums == row["layer_checksums"] and decoded.chain_digest == row["chain_digest"]
+
+
+@pytest.mark.parametrize("kind", ["static", "linear"])
+@pytest.mark.parametrize("name", ["gpt2", "tiny_model"])
+def test_chains_are_encoded_and_verified_without_ray(
+    kind: str, name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    source = resolve_model(request.getfixturevalue(name))
+    target, store = load_target(source), Store.open(str(tmp_path / "store"))
+    predictor = Rung(kind, "closed").build(target, None, [])
+    prompts = [np.random.default_rng(seed).integers(0, 384, 100, dtype=np.int64) for seed in range(5)]
+    inputs = [closed_sample(target, torch.from_numpy(ids), CHUNK, states=False) for ids in prompts[1:]]
+    profile = codec.calibrate_closed(predictor, source.fingerprint("bf16"), "bf16", inputs, prefill_tokens=CHUNK)
+    names = (kind, "closed", "")
+    job = Job(store, source, profile.target, "bf16", CHUNK, *names, predictor.fingerprint, profile.id)
+    store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+    root = codec.root_key(target=job.target, cache_format="bf16", chunk_tokens=CHUNK)
+    keys = codec.chunk_keys(root, prompts[0], CHUNK)
+    stored = ChainEncoder(job, target, predictor, profile).prompt(prompts[0], keys, frozenset(keys), {})
+    assert [chunk.tokens for chunk in stored] == [32, 32, 32, 4]
+    loaded = load_predictor(store, predictor.fingerprint, "cpu")
+    rows = {chunk.key: chunk.layer_checksums for chunk in stored}
+    findings = ChainVerifier(job, loaded, profile).prompt(prompts[0], keys, frozenset(keys), rows)
+    assert findings.verified == keys and not findings.failed
+    again = ChainEncoder(job, target, loaded, profile).prompt(prompts[0], keys, frozenset(keys[-1:]), {})
+    assert [chunk.outcome for chunk in again] == [KEPT, KEPT, KEPT, ADOPTED]
 
 
 # ---------------------------------------------------------------- choosing
