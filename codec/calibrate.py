@@ -22,8 +22,7 @@ from codec.joint_fit import LayerMoments, fit
 from codec.joint_model import JointLayer
 from codec.known_answer import known_answer
 from codec.loop import Next, follow
-from codec.predictor import Predictor, PredictorState
-from codec.predictor.config import PredictorConfig
+from codec.predictor import Predictor, PredictorState, Shape
 from codec.profile import Arrays, Profile, ProfileFacts
 from codec.residual import CellModel, gaussian_table, quantise_scales
 from codec.scales import CacheScales
@@ -40,7 +39,7 @@ class Moments:
     tokens: int = 0
 
     @classmethod
-    def zero(cls, config: PredictorConfig) -> Moments:
+    def zero(cls, config: Shape) -> Moments:
         """Of nothing yet."""
         shape = (config.layers, 2, config.kv_heads, config.head_dim)
         return cls(np.zeros(shape), np.zeros(shape, np.int64))

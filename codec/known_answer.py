@@ -53,8 +53,10 @@ def _bits(t: Tensor) -> bytes:
 
 def _made_up_truth(guess: Tensor, seed: int, fmt: NumberFormat) -> Tensor:
     """Patterns near the guess's, and now and then any pattern at all."""
+    i = np.arange(guess.numel(), dtype=np.int64).reshape(tuple(guess.shape)) + 977 * seed
+    if not bool(guess.any()):  # near a guess of nothing lies the zero cell alone: take values between -2 and 2
+        guess = torch.from_numpy((i * 40503 % 65521 - 32760) * 2.0**-14).to(torch.float32)
     patterns = fmt.patterns(guess.clamp(-fmt.max_finite, fmt.max_finite).to(fmt.dtype))
-    i = np.arange(patterns.size, dtype=np.int64).reshape(patterns.shape) + 977 * seed
     near = patterns ^ (i * 40503 % 65521 % (4 if fmt.coarse else 16))
     return fmt.tensor(np.where(i % 251 == 0, i * 2654435761 % (1 << fmt.item_bits), near))
 

@@ -192,13 +192,10 @@ class Profile:
             )
         if f.loop not in LOOPS:
             raise ProfileError(f"The profile is for loop '{f.loop}'; this release knows {', '.join(LOOPS)}.")
-        numbers = (f.prefill_tokens, f.layers, f.hidden, f.kv_heads, f.head_dim, f.rope_dim, f.calibration_tokens)
-        if any(type(x) is not int or x < 1 for x in numbers) or f.rope_dim % 2 or f.rope_dim > f.head_dim:
-            raise ProfileError("The profile's shapes are malformed; it is corrupt or of another version.")
+        self._check_facts()
         ids = ((f.target, 32), (f.predictor, 32), (f.known_answer, 16))
         if any(len(bytes.fromhex(text)) != size for text, size in ids if text or size == 32):
             raise ProfileError("The profile's ids are malformed; it is corrupt or of another version.")
-        self._check_facts()
         table = self.tensors.get("table", np.zeros(0))
         if table.shape != (2 * TABLE_REACH + 1,) or table.dtype != np.int64 or not _is_distribution(table):
             raise ProfileError("The profile's table of probabilities is malformed.")
@@ -217,9 +214,12 @@ class Profile:
 
     def _check_facts(self) -> None:
         f = self.facts
-        sizes = (f.layers, f.hidden, f.kv_heads, f.head_dim, f.rope_dim, f.prefill_tokens, f.calibration_tokens)
-        if any(type(n) is not int or n < 1 for n in sizes) or f.rope_dim > f.head_dim or f.rope_dim % 2:
-            raise ProfileError("The profile's sizes are no positive numbers or contradict each other.")
+        sizes = (f.layers, f.kv_heads, f.head_dim, f.prefill_tokens, f.calibration_tokens)
+        some = (f.hidden, f.rope_dim)  # 0 without a hidden state, or without rotation
+        if any(type(n) is not int for n in sizes + some) or min(sizes) < 1 or min(some) < 0:
+            raise ProfileError("The profile's sizes are no positive numbers.")
+        if f.rope_dim > f.head_dim or f.rope_dim % 2:
+            raise ProfileError("The profile's sizes contradict each other.")
         if type(f.history) is not int or not 0 <= f.history <= MAX_HISTORY or (f.history and f.loop != "closed"):
             raise ProfileError(f"The profile looks back {f.history!r} layers; this release knows 0 to {MAX_HISTORY}.")
         if (f.scale_mode in SCALE_MODES) != self.format.coarse or (not self.format.coarse and f.scale_mode != ""):

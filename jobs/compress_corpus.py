@@ -19,7 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from jobs.exits import exit_status
-from pipeline.options import CACHE_FORMATS, DEFAULT_FP8_SCALE, DEVICES, FP8_SCALES, LOOPS, PREDICTORS, Options
+from pipeline.options import (
+    CACHE_FORMATS,
+    DEFAULT_FP8_SCALE,
+    DEFAULT_PREDICTOR,
+    DEVICES,
+    FP8_SCALES,
+    LOOPS,
+    PREDICTORS,
+    Options,
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="MODEL", help="the target: a folder, a GGUF file or a hub id")
     add("--corpus", required=True, metavar="URI", help="JSONL (.gz) or Parquet: a file, folder or glob, local or s3://")
     add("--store", required=True, metavar="URI", help="a folder or s3://bucket/prefix; made if it is not there")
-    add("--predictor", default=Options.predictor, choices=PREDICTORS, help="rung of the ladder (default: %(default)s)")
+    rung = f"rung of the ladder (default: {DEFAULT_PREDICTOR}; linear for architectures that have no other)"
+    add("--predictor", choices=PREDICTORS, help=rung)
     add(
         "--loop",
         default=Options.loop,

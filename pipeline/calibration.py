@@ -136,7 +136,7 @@ class Calibrator:
         return self._job.rung.ranges(self._loaded(), self._tokens(samples))
 
     def build(self, ranges: codec.Ranges | None, samples: Sequence[Sample]) -> bytes:
-        """Build the predictor from the target's weights, put it into the store, return its fingerprint."""
+        """Build the predictor from the target, put it into the store, return its fingerprint."""
         predictor = self._job.rung.build(self._loaded(), ranges, self._tokens(samples))
         self._job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
         return predictor.fingerprint
@@ -181,7 +181,8 @@ class Calibrator:
         counted = np.zeros(len(tokens), np.bool_)
         for index, key in enumerate(prompt.keys[: sample.chunks]):
             counted[index * step : (index + 1) * step] = key in sample.measured
-        return closed_sample(self._loaded(), torch.from_numpy(tokens.copy()), step, counted)
+        states = bool(self._ready().config.hidden)
+        return closed_sample(self._loaded(), torch.from_numpy(tokens.copy()), step, counted, states=states)
 
     def rounds(self) -> int:
         """How often the moments of a layer are taken and fitted."""
@@ -242,15 +243,23 @@ class Calibrator:
 
 
 def closed_sample(
-    target: Target, token_ids: torch.Tensor, step: int, counted: np.ndarray[Any, np.dtype[np.bool_]] | None = None
-) -> codec.ClosedSample:
-    """Run the target on a prompt, int64 [T], `step` tokens at a time; the prompt as the closed loop is calibrated on it."""
+    target: Target, token_ids: torch.Tensor, step: int, counted: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
+    *, states: bool = True,
+) -> codec.ClosedSample:  # fmt: skip
+    """Run the target on a prompt, int64 [T], `step` tokens at a time; the prompt as the closed loop is calibrated on it.
+
+    states: whether the predictor has a hidden state, which is compared with the target's.
+    """
     cache = target.new_cache()
-    states: list[list[torch.Tensor]] = []
+    hidden: list[list[torch.Tensor]] = []
     for begin in range(0, len(token_ids), step):
-        states.append(target.prefill_states(cache, token_ids[begin : begin + step])[1])
-    hidden = [torch.cat(parts) for parts in zip(*states, strict=True)]
-    return codec.ClosedSample(token_ids, target.read(cache, 0, len(token_ids)), hidden, counted)
+        ids = token_ids[begin : begin + step]
+        if states:
+            hidden.append(target.prefill_states(cache, ids)[1])
+        else:
+            target.prefill(cache, ids)
+    merged = [torch.cat(parts) for parts in zip(*hidden, strict=True)]
+    return codec.ClosedSample(token_ids, target.read(cache, 0, len(token_ids)), merged, counted)
 
 
 def load_checked_target(job: Job, device: Device, *, quantised: bool = True) -> Target:

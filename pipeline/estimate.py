@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from codec.errors import UserError
 from codec.formats import number_format
 from codec.predictor.config import head_dim
 from pipeline.plan import Plan
@@ -13,7 +14,8 @@ from pipeline.work import ChunkFigures, Job
 
 # By loop and predictor, bf16: what jobs/benchmark.py rate measured with SmolLM2-135M, rounded down.
 GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.6, ("closed", "int8"): 3.8, ("closed", "int8-mixed"): 4.3,
-                  ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3}  # fmt: skip
+                  ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3,
+                  ("closed", "static"): 1.7, ("closed", "linear"): 1.9}  # fmt: skip
 GUESSED_RATIO = 2.3  # of any other
 # The same of an FP8 cache, over 8 bits; code lengths of the design's reference.
 GUESSED_FP8_RATIOS = {
@@ -51,7 +53,14 @@ class Estimate:
 
 
 def kv_bytes_a_token(config: Mapping[str, Any], cache_format: str) -> int:
-    """Raw K and V of one token over all layers, in bytes, from a Hugging Face config."""
+    """Raw K and V of one token over all layers, in bytes, from a Hugging Face config with standard names.
+
+    Raises:
+        UserError: the config does not say it.
+    """
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size"):
+        if not isinstance(config.get(name), int):
+            raise UserError(f"the model's configuration has no {name}, without which nothing can be estimated")
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     scalars = int(config["num_hidden_layers"]) * 2 * kv_heads * head_dim(config)

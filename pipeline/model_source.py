@@ -202,9 +202,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- its parts
 def load_config(source: ModelSource) -> dict[str, Any]:
-    """The HF config as `config.to_dict()` gives it, of the text decoder. Raises UserError."""
-    config: dict[str, Any] = hf_config(source).to_dict()
-    return config
+    """The HF config of the text decoder as `config_dict` gives it. Raises UserError."""
+    return config_dict(hf_config(source))
+
+
+def config_dict(config: Any) -> dict[str, Any]:
+    """`to_dict()` of a transformers config, and its values under transformers' standard names: `num_hidden_layers` for `n_layer`."""
+    own: dict[str, Any] = config.to_dict()
+    return {name: getattr(config, name, None) for name in config.attribute_map} | own
 
 
 def hf_config(source: ModelSource) -> Any:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from codec import profile
 from codec.errors import UserError
 from codec.formats import FORMATS
+from codec.predictor import MODEL_FREE
 from codec.predictor.config import KINDS, LIMITS
 from codec.scales import SCALE_MODES
 
-PREDICTORS = KINDS
+PREDICTORS = (*KINDS, *MODEL_FREE)
+DEFAULT_PREDICTOR = "int8-a16"  # the fewest bits for what it costs, as measured by jobs/benchmark.py
 LOOPS = profile.LOOPS
 CACHE_FORMATS = tuple(FORMATS)
 FP8_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.coarse)
@@ -59,7 +61,7 @@ class Options:
     model: str
     corpus: str
     store: str
-    predictor: str = "int8-a16"  # the fewest bits for what it costs, as measured by jobs/benchmark.py
+    predictor: str | None = None  # the default one; `linear` for architectures that no predictor is written for
     loop: str = "closed"
     window: int | None = None  # tokens that the predictor attends to besides the first few; None for all
     cache_dtype: str | None = None
@@ -84,8 +86,10 @@ class Options:
         Raises:
             UserError: the first field whose value cannot be.
         """
-        _one_of("--predictor", self.predictor, PREDICTORS)
+        if self.predictor is not None:
+            _one_of("--predictor", self.predictor, PREDICTORS)
         _one_of("--loop", self.loop, LOOPS)
+        check_loop(self.predictor, self.loop, self.window)
         _one_of("--device", self.device, DEVICES)
         check_window(self.window)
         if self.cache_dtype is not None:
@@ -148,6 +152,14 @@ def scale_mode(cache_dtype: str | None, fp8_scale: str | None) -> str:
         cache = f"--cache-dtype {cache_dtype}" if cache_dtype else "a cache in the model's own dtype"
         raise UserError(f"--fp8-scale does not go with {cache}; pass --cache-dtype {' or '.join(FP8_FORMATS)}")
     return ""
+
+
+def check_loop(predictor: str | None, loop: str, window: int | None) -> None:
+    """Raise UserError for a predictor that cannot work in that loop, or with a window."""
+    if predictor in MODEL_FREE and loop != "closed":
+        raise UserError(f"--predictor {predictor} guesses nothing from the tokens and needs --loop closed, not {loop}")
+    if predictor in MODEL_FREE and window is not None:
+        raise UserError(f"--predictor {predictor} attends to nothing; leave out --window {window}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -17,13 +17,13 @@ from rich.console import Console
 
 from codec.errors import DataError
 from codec.keys import root_key
-from codec.predictor.config import MAX_CONTEXT, check_family, head_dim
-from codec.predictor.rope import frequencies, regime
+from codec.predictor.config import MAX_CONTEXT
 from codec.scales import CacheScales
 from pipeline import ray_runtime, report
 from pipeline.actors import EncodeActor, VerifyActor
 from pipeline.cache_scales import calibrate_scales, find_scales
 from pipeline.calibration import Sample, calibrate, choose_sample, find_profile
+from pipeline.choice import choose
 from pipeline.committed import Committed, find_committed
 from pipeline.corpus import list_corpus
 from pipeline.estimate import estimate
@@ -63,6 +63,7 @@ class Prepared:
     rope: str
     weight_bytes: int
     stored: bool  # whether there is a store yet
+    notes: tuple[str, ...] = ()  # what the user should know before the job begins
 
     @property
     def root(self) -> bytes:
@@ -85,6 +86,8 @@ def run(options: Options, consoles: Consoles) -> int:
         UserError, DataError, StorageError: as one sentence each, also for what went wrong inside an actor.
     """
     prepared = prepare(options)
+    for note in prepared.notes:
+        say(consoles.notes, note)
     try:
         with ray_runtime.connected(options.actors) as cluster:
             return _run(prepared, cluster, consoles)
@@ -103,8 +106,7 @@ def prepare(options: Options) -> Prepared:
         list_corpus(options.calibration)
     model = resolve_model(options.model)
     config = load_config(model)
-    check_family(config)
-    rope = frequencies(config, head_dim(config)).type
+    choice = choose(options.predictor, options.loop, options.window, config)
     check_cache(hf_config(model), model)
     cache_format = resolve_cache_format(model, options.cache_dtype)
     salt = options.salt()
@@ -120,7 +122,7 @@ def prepare(options: Options) -> Prepared:
         target,
         cache_format,
         options.chunk_tokens,
-        options.predictor,
+        choice.kind,
         options.loop,
         hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else "",
         verify=Verify.parse(options.verify),
@@ -133,7 +135,7 @@ def prepare(options: Options) -> Prepared:
     elif job.scale_mode and stored:
         job = find_scales(job) or job
     weight_bytes = sum(file.stat().st_size for file in weight_files(model))
-    return Prepared(options, job, config, files, regime(rope), weight_bytes, stored)
+    return Prepared(options, job, config, files, choice.rope_regime, weight_bytes, stored, choice.notes)
 
 
 def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:

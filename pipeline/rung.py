@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 import codec
+from codec.predictor import MODEL_FREE
 
 if TYPE_CHECKING:
     from pipeline.target import Target
 
 RANGE_TOKENS = 512  # of each calibration prompt, to see how large activations get
+_ONE_TOKEN = torch.zeros(1, dtype=torch.int64)
 LIMB_PROMPTS, LIMB_TOKENS = 2, 256  # and of the first of them, to see what a second limb is worth
 
 
@@ -40,6 +42,8 @@ class Rung:
 
     def build(self, target: Target, ranges: codec.Ranges | None, prompts: Sequence[Tensor]) -> codec.Predictor:
         """The predictor; `prompts` are the first of the calibration's."""
+        if self.kind in MODEL_FREE:  # any token shows the cache's shapes
+            return codec.build_model_free(self.kind, target.config, target.prefill(target.new_cache(), _ONE_TOKEN))
         few = [ids[:LIMB_TOKENS] for ids in prompts[:LIMB_PROMPTS]]
         return codec.fit_predictor(kind=self.kind, ranges=ranges, prompts=few, **self._of(target))
 

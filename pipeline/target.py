@@ -18,6 +18,7 @@ from codec.scales import CacheScales
 from pipeline.model_source import (
     RUN_DTYPES,
     ModelSource,
+    config_dict,
     hf_config,
     load_config,
     load_tokenizer,
@@ -54,7 +55,7 @@ class Target:
         self.source = source
         self._set_format(cache_format, scales)
         self.dtype: torch.dtype = RUN_DTYPES[run_format(source, cache_format)]  # what the model is computed in
-        self.config: dict[str, Any] = self._hf_config.to_dict()
+        self.config = config_dict(self._hf_config)
         self.vocab_size = int(self._hf_config.vocab_size)
         self.context_length = context_length(self.config)
 
@@ -62,7 +63,7 @@ class Target:
         self.format = number_format(cache_format)  # that of what prefill, read and replace give and take
         if self.format.coarse != (scales is not None):
             raise ValueError(f"a cache in {cache_format} {'lacks its' if self.format.coarse else 'has no'} scales")
-        if scales is not None and (found := scales.values.shape) != (wanted := kv_shape(self._hf_config.to_dict())):
+        if scales is not None and (found := scales.values.shape) != (wanted := kv_shape(config_dict(self._hf_config))):
             raise DataError(
                 f"the cache's scales are for {list(found)} layers, K and V, and heads, not for {list(wanted)}"
             )
@@ -259,6 +260,11 @@ def _new_cache(config: Any, source: ModelSource) -> Any:
 
     cache = DynamicCache(config=config)
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    if other == ["DynamicSlidingWindowLayer"]:
+        raise UserError(
+            f"the model {source.name!r} attends within a sliding window of {config.sliding_window} tokens and forgets older "
+            "K and V, which is not supported yet; every layer must have full attention"
+        )
     if other:
         raise UserError(
             f"the model {source.name!r} keeps state that is not supported yet ({', '.join(other)}); "

@@ -78,7 +78,7 @@ def test_an_unsupported_architecture_says_what_is_supported(case: Case) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-    refused(case.run(model=str(folder)), 2, "gpt2", "llama")
+    refused(case.run("--predictor", "fp8", model=str(folder)), 2, "gpt2", "llama", "--predictor linear")
     assert not (case.folder / "store").exists()
 
 

@@ -234,7 +234,7 @@ def test_regime_is_named_where_length_matters() -> None:
 # ---------------------------------------------------------------- what is refused
 def test_unsupported_architectures_name_those_supported() -> None:
     weights = samples.weights(samples.TINY)
-    for change, message in (({"model_type": "mamba"}, r"'mamba'.*supported are: llama"), ({"model_type": None}, "supported are: llama"),
+    for change, message in (({"model_type": "mamba"}, r"'mamba'.*llama, mistral, qwen2"), ({"model_type": None}, "supported are: llama"),
                             ({"hidden_act": "gelu"}, r"'gelu'.*supported is: silu"),
                             ({"rope_parameters": {"rope_type": "spiral"}}, r"'spiral'.*default, linear, llama3, yarn")):  # fmt: skip
         with pytest.raises(errors.UnsupportedArchitecture, match=message) as caught:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from codec.errors import PredictorError, UnsupportedFormat, UserError
-from codec.predictor.config import KINDS, LIMBED, SMOOTHED, PredictorConfig, check_family, from_hf, head_dim
-from codec.predictor.decoder import Predictor
+from codec.predictor.config import KINDS, LIMBED, QKV_BIAS, SMOOTHED, PredictorConfig, check_family, from_hf, head_dim
+from codec.predictor.decoder import DecoderPredictor
 from codec.predictor.limbs import choose_limbs, products
 from codec.predictor.linear import quantise_weight
 from codec.predictor.ranges import READERS, LayerWeights, Ranges, smooth_layer
@@ -35,7 +35,7 @@ def build_predictor(
     ranges: Ranges | None = None,
     limbs: Tensor | None = None,
     window: int = 0,
-) -> Predictor:
+) -> DecoderPredictor:
     """Quantise a target's weights.
 
     config: the Hugging Face config as a dict; tensors: its weights under their Hugging Face names, any float dtype;
@@ -59,10 +59,12 @@ def build_predictor(
     exponents = []
     for layer in range(shape.layers):
         source = f"model.layers.{layer}."
-        weights = _layer_weights(tensors, source)
+        weights = _layer_weights(tensors, source, shape)
         if ranges is not None and kind in SMOOTHED:
             weights = smooth_layer(weights, ranges, layer, exact_kv, _uneven(out.get("limbs"), layer))
         out |= {f"layers.{layer}.{name}": tensor for name, tensor in _quantised(weights, shape).items()}
+        for norm in ("q_norm", "k_norm") if shape.head_norm else ():
+            out[f"layers.{layer}.{norm}"] = _get(tensors, f"{source}self_attn.{norm}.weight").float().contiguous()
         exponents.append(_value_exponents(tensors, source, shape.kv_heads))
     out["value_exponents"] = torch.stack(exponents)
     for tensor_name, tensor in out.items():
@@ -71,17 +73,17 @@ def build_predictor(
                 f"The model's weights are not finite (found in '{tensor_name}'); no predictor can be made of them."
             )
     try:
-        return Predictor(shape, out)
+        return DecoderPredictor(shape, out)
     except PredictorError as error:  # else it would be stored, and no process could load it
         raise UserError(f"No predictor can be made of this model: {error}") from error
 
 
-def _layer_weights(tensors: Mapping[str, Tensor], source: str) -> LayerWeights:
+def _layer_weights(tensors: Mapping[str, Tensor], source: str, shape: PredictorConfig) -> LayerWeights:
     weight = {short: _get(tensors, f"{source}{long}.weight").float() for short, long in PROJECTIONS.items()}
     bias = {
         short: b.float()
         for short, long in PROJECTIONS.items()
-        if (b := tensors.get(f"{source}{long}.bias")) is not None
+        if (b := _bias(tensors, source + long, shape.family in QKV_BIAS and short in "qkv")) is not None
     }
     norm1, norm2 = (
         _get(tensors, f"{source}{n}.weight").float() for n in ("input_layernorm", "post_attention_layernorm")
@@ -126,6 +128,10 @@ def _value_exponents(tensors: Mapping[str, Tensor], source: str, kv_heads: int) 
     top = rms.view(kv_heads, -1).amax(1).clamp_min(2.0**-40)
     _, e = torch.frexp(top)
     return (e.to(torch.int32) + VALUE_HEADROOM - 15).clamp(-60, 60)
+
+
+def _bias(tensors: Mapping[str, Tensor], name: str, needed: bool) -> Tensor | None:
+    return _get(tensors, name + ".bias") if needed else tensors.get(name + ".bias")
 
 
 def _get(tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Any
 from codec.errors import PredictorError, UnsupportedArchitecture
 from codec.predictor.rope import regime
 
-SUPPORTED = ("llama",)
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+HEAD_NORM = ("qwen3",)  # families that normalise each head of q and k before RoPE
+QKV_BIAS = ("qwen2",)  # families whose q, k and v projections always have biases
 MAX_CONTEXT = 1 << 17  # beyond, attention sums would need more bits than float64 holds exactly
 KINDS = ("fp8", "int8", "int8-mixed", "int8-a16", "int4", "mxfp4")  # rungs of the ladder
 SMOOTHED = (
@@ -107,6 +109,11 @@ class PredictorConfig:
             raise PredictorError("The predictor's configuration contradicts itself (heads, kv_heads, rope_dim).")
         if config.exact_kv and config.head_dim % 2:
             raise PredictorError("The closed loop needs an even number of dimensions a head.")
+
+    @property
+    def head_norm(self) -> bool:
+        """Whether each head of q and k is normalised before RoPE."""
+        return self.family in HEAD_NORM
 
     @property
     def rope_regime(self) -> str:

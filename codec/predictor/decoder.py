@@ -7,21 +7,18 @@ many rows are computed at once, or on how a prompt is cut into chunks.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from codec import exact
 from codec.errors import PredictorError, UserError
-from codec.keys import content_id
 from codec.predictor import packed
 from codec.predictor.attention import Seen, attend
+from codec.predictor.base import Predictor
 from codec.predictor.config import LIMBED, PredictorConfig
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
 from codec.predictor.rope import cos_sin, rotate
@@ -30,7 +27,8 @@ SMOOTH_LIMIT = 24  # a channel's smoothing scale is 2**-24 .. 2**24
 _HIDDEN_LIMIT = 1e30
 _FREQUENCY_LIMIT = 1024.0
 # With scales and norms below this, no projection of a normalised row leaves float32: 2**9 * 2**20 * 2**18 * 2**9 * 2**20.
-_LIMITS = {"scale": 2.0**20, "norm1": 2.0**20, "norm2": 2.0**20, "bias": 2.0**60}
+_NORMS = dict.fromkeys(("norm1", "norm2", "q_norm", "k_norm"), 2.0**20)
+_LIMITS = {"scale": 2.0**20, "bias": 2.0**60} | _NORMS
 
 
 @dataclass
@@ -48,6 +46,8 @@ class Layer:
     norm2: Tensor
     value_step: Tensor  # float32 [J, 1, 1], powers of two
     smooth: Tensor | None  # float32 [H * D], powers of two by which attention's output is multiplied
+    q_norm: Tensor | None = None  # float32 [D], of families that normalise heads
+    k_norm: Tensor | None = None
 
 
 class PredictorState:
@@ -65,49 +65,18 @@ class PredictorState:
         self.length = n
 
 
-class Predictor:
-    """A predictor's weights on one device."""
+class DecoderPredictor(Predictor):
+    """A decoder's quantised weights on one device."""
 
-    history = 0  # earlier layers that the joint models look back to: a predictor's own guesses say more
+    config: PredictorConfig  # history stays 0: what earlier layers say is in the guesses
 
     def __init__(self, config: PredictorConfig, tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> None:
-        self.config = config
-        self.device = torch.device(device)
-        self._stored = tensors
-        self._fingerprint: bytes | None = None
+        super().__init__(config, tensors, device)
         self._check()
         self.embed = tensors["embed"].to(self.device)
         self._inverse = tensors["rope.inverse"].to(self.device)
         self._starts: list[int] = tensors["rope.starts"].tolist()
         self.layers = [self._layer(i) for i in range(config.layers)]
-
-    # ------------------------------------------------------------ bytes
-    def to_bytes(self) -> bytes:
-        """The predictor as stored: safetensors; the same tensors always give the same bytes."""
-        data: bytes = safetensors.torch.save(self._stored, {"predictor": self.config.to_json()})
-        return data
-
-    @property
-    def fingerprint(self) -> bytes:
-        """BLAKE2b-256 of the stored bytes."""
-        if self._fingerprint is None:
-            self._fingerprint = content_id(self.to_bytes())
-        return self._fingerprint
-
-    @classmethod
-    def from_bytes(cls, data: bytes, device: torch.device | str = "cpu") -> Predictor:
-        """Parse a stored predictor. Raises PredictorError when it is malformed."""
-        try:
-            tensors = safetensors.torch.load(data)  # checks lengths and offsets before it touches a tensor
-            length = int.from_bytes(data[:8], "little")
-            metadata = json.loads(data[8 : 8 + length])["__metadata__"]["predictor"]
-        except Exception as error:  # a hostile file can fail in many ways inside the parsers
-            raise PredictorError(
-                f"The stored predictor cannot be read ({type(error).__name__}: {error}); it is corrupt, restore it or recompute the store."
-            ) from None
-        predictor = cls(PredictorConfig.from_json(metadata), tensors, device)
-        predictor._fingerprint = content_id(data)
-        return predictor
 
     # ------------------------------------------------------------ use
     @property
@@ -119,18 +88,9 @@ class Predictor:
         """The state before the first token."""
         return PredictorState()
 
-    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> Run:
+    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> DecoderRun:
         """Begin a forward pass over new tokens (1-D int64 each) of several sequences."""
-        return Run(self, states, token_ids)
-
-    def advance(self, state: PredictorState, token_ids: Tensor) -> None:
-        """Take tokens, which may be none, in without coding anything."""
-        if not len(token_ids):
-            return
-        run = self.run([state], [token_ids])
-        for layer in range(self.config.layers - 1):
-            run.advance(layer, run.guess(layer))
-        run.commit()
+        return DecoderRun(self, states, token_ids)
 
     # ------------------------------------------------------------ set-up
     def _check(self) -> None:
@@ -147,6 +107,8 @@ class Predictor:
             if (name := f"layers.{i}.smooth") in self._stored:
                 expected[name] = widths["o"][1:]
             expected |= {f"layers.{i}.norm1": (c.hidden,), f"layers.{i}.norm2": (c.hidden,)}
+            if c.head_norm:
+                expected |= {f"layers.{i}.q_norm": (c.head_dim,), f"layers.{i}.k_norm": (c.head_dim,)}
             expected |= {k: s[:1] for n, s in widths.items() if (k := f"layers.{i}.{n}.bias") in self._stored}
         if c.kind == "int8-mixed":
             expected["limbs"] = (c.layers, len(LIMBED))
@@ -160,7 +122,7 @@ class Predictor:
         exact.bound("16-bit products", 15 + 15, math.log2(longest))
         exact.bound("attention scores", 30, math.log2(c.head_dim))
         exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
-        exact.bound("squares of a row", 30, math.log2(c.hidden))
+        exact.bound("squares of a row", 30, math.log2(max(c.hidden, c.head_dim)))
 
     @staticmethod
     def _weight_shapes(name: str, form: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
@@ -245,10 +207,11 @@ class Predictor:
 
         step = exact.pow2(t["value_exponents"][i].to(torch.int32))[:, None, None].to(self.device)
         norm1, norm2 = (t[name + n].to(self.device) for n in ("norm1", "norm2"))
+        heads = [t[name + n].to(self.device) for n in ("q_norm", "k_norm")] if self.config.head_norm else []
         q, k, v, o = linear("q"), linear("k"), linear("v"), linear("o")
         smooth = t.get(name + "smooth")
         smooth = None if smooth is None else exact.pow2(-smooth).to(self.device)
-        return Layer(q, k, v, o, linear("gate"), linear("up"), linear("down"), norm1, norm2, step, smooth)
+        return Layer(q, k, v, o, linear("gate"), linear("up"), linear("down"), norm1, norm2, step, smooth, *heads)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of int64 positions [R] as the target uses them: float32 [R, rope_dim / 2] each."""
@@ -259,14 +222,16 @@ class Predictor:
         return cos_sin(self._inverse, self._starts, positions, 1.0, False)
 
 
-class Run:
+class DecoderRun:
     """One forward pass over the new tokens of a batch, a layer at a time: guess(0), advance(0, kv), guess(1), …, commit().
 
     `advance` is told which K and V attention is to use: the guesses themselves (open loop) or what was decoded (closed loop).
     States change only in `commit`, so a pass that fails leaves them as they were.
     """
 
-    def __init__(self, predictor: Predictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> None:
+    def __init__(
+        self, predictor: DecoderPredictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]
+    ) -> None:
         self.p, self.c = predictor, predictor.config
         self.states, self.lengths = list(states), [len(t) for t in token_ids]
         if len({id(s) for s in states}) < len(states):
@@ -299,7 +264,7 @@ class Run:
         w = self.p.layers[layer]
         x, self.rms = self._norm(self.h, w.norm1)
         self.x = self._inputs(layer, "norm1", x)
-        k = rotate(self._heads(w.k(self.x), self.c.kv_heads), self.cos, self.sin)
+        k = self._turned(w.k(self.x), self.c.kv_heads, w.k_norm)
         v = self._heads(w.v(self.x), self.c.kv_heads)
         return list(zip(k.split_with_sizes(self.lengths, 1), v.split_with_sizes(self.lengths, 1), strict=True))
 
@@ -321,7 +286,7 @@ class Run:
     def output(self, w: Layer, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Seen]]:
         """The state after a layer with weights w, float32 [R, hidden], and what its attention saw; the run stays as it is."""
         assert self.x is not None, "guess(layer) comes before advance(layer)"
-        q = rotate(self._heads(w.q(self.x), self.c.heads), self.cos, self.sin)  # [H, R, D]
+        q = self._turned(w.q(self.x), self.c.heads, w.q_norm)  # [H, R, D]
         new = [self._integers(k, v, w) for k, v in kv]
         seen = [s.layers[layer].then(n) if s.length else n for s, n in zip(self.states, new, strict=True)]
         queries = zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)
@@ -357,11 +322,16 @@ class Run:
         """[R, heads * D] -> [heads, R, D]"""
         return x.view(len(x), heads, self.c.head_dim).transpose(0, 1)
 
+    def _turned(self, x: Tensor, heads: int, norm: Tensor | None) -> Tensor:
+        """q or k as projected, [R, heads * D], to normalised where the family does so and rotated [heads, R, D]."""
+        x = self._heads(x, heads)
+        return rotate(x if norm is None else self._norm(x, norm)[0], self.cos, self.sin)
+
     def _norm(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """RMS norm of rows, and the RMS [R, 1]: squares summed as integers of the row's own scale."""
+        """RMS norm over the last axis, and the RMS [..., 1]: squares summed as integers of the row's own scale."""
         q, scale = exact.row_integers(x)
         wide, step = q.to(torch.float64), scale.to(torch.float64)
-        mean = exact.row_sum(wide * wide) * (1.0 / self.c.hidden) * (step * step)  # exact: a constant, one rounding
+        mean = exact.row_sum(wide * wide) * (1.0 / x.shape[-1]) * (step * step)  # exact: a constant, one rounding
         rms = torch.sqrt(mean + self.c.norm_eps).to(torch.float32)
         return (x / rms) * weight, rms
 

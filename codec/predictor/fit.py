@@ -9,7 +9,7 @@ from torch import Tensor
 
 from codec.predictor.build import build_predictor
 from codec.predictor.config import SMOOTHED
-from codec.predictor.decoder import Predictor
+from codec.predictor.decoder import DecoderPredictor
 from codec.predictor.limbs import choose_limbs, sensitivities
 from codec.predictor.ranges import Ranges
 
@@ -18,7 +18,7 @@ CALIBRATED = SMOOTHED  # rungs that want ranges; others make nothing of them
 
 def build_pilot(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, bf16: bool, exact_kv: bool, window: int = 0
-) -> Predictor:
+) -> DecoderPredictor:
     """The predictor whose ranges are to be measured; arguments as in `build_predictor`."""
     return build_predictor(config, tensors, "int8-a16", bf16, exact_kv, window=window)
 
@@ -26,14 +26,14 @@ def build_pilot(
 def fit_predictor(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: str, *, bf16: bool, exact_kv: bool, window: int = 0,
     ranges: Ranges | None = None, prompts: Sequence[Tensor] = (),
-) -> Predictor:  # fmt: skip
+) -> DecoderPredictor:  # fmt: skip
     """A predictor with all that calibration can say about it.
 
     ranges: merged from `measure_ranges` over calibration tokens; prompts: a few hundred token ids, int64 [T] each, for int8-mixed. Without
     them the predictor is what `build_predictor` makes. Other arguments and errors as there.
     """
 
-    def build(kind: str, limbs: Tensor | None = None) -> Predictor:
+    def build(kind: str, limbs: Tensor | None = None) -> DecoderPredictor:
         return build_predictor(config, tensors, kind, bf16, exact_kv, ranges=ranges, limbs=limbs, window=window)
 
     if kind != "int8-mixed" or not prompts:

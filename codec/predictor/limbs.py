@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from codec.predictor.config import LIMBED, PredictorConfig
-from codec.predictor.decoder import Predictor
+from codec.predictor.decoder import DecoderPredictor
 
 BUDGET = 1.4  # integer products of int8-mixed, in those of int8
 
@@ -36,7 +36,7 @@ def budget(config: PredictorConfig, times: float = BUDGET) -> int:
 
 
 def sensitivities(
-    predictor: Predictor, prompts: Sequence[Tensor]
+    predictor: DecoderPredictor, prompts: Sequence[Tensor]
 ) -> Tensor:  # exact: computed once, the choice is stored
     """Mean squared error of a layer's output when one projection has one limb, relative to the state: float64 [layers, 5].
 

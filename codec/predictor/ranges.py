@@ -15,7 +15,7 @@ from torch import Tensor
 
 from codec import exact
 from codec.predictor.config import PredictorConfig
-from codec.predictor.decoder import SMOOTH_LIMIT, Predictor
+from codec.predictor.decoder import SMOOTH_LIMIT, DecoderPredictor
 
 # An input of linear layers, and who reads it.
 READERS = {"norm1": ("q", "k", "v"), "attention": ("o",), "norm2": ("gate", "up"), "mlp": ("down",)}
@@ -39,7 +39,7 @@ class Ranges:
         return Ranges({name: torch.maximum(mine, other.largest[name]) for name, mine in self.largest.items()})
 
 
-def measure_ranges(predictor: Predictor, token_ids: Tensor) -> Ranges:
+def measure_ranges(predictor: DecoderPredictor, token_ids: Tensor) -> Ranges:
     """Run a predictor open loop over token ids int64 [T] and see how large the inputs of its linear layers get.
 
     The predictor must not be smoothed. The last layer but for its first input counts as 0: nothing reads it.

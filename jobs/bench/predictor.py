@@ -22,10 +22,11 @@ from torch import Tensor
 
 import codec
 from codec.errors import UserError
+from codec.predictor.config import KINDS
 from jobs.bench.machine import available_cores, describe
 from jobs.bench.prompts import read_prompts
 from pipeline.model_source import load_tokenizer, resolve_cache_format, resolve_model
-from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, PREDICTORS, Options, check_window
+from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, Options, check_window
 from pipeline.rung import Rung
 from pipeline.target import Target, load_target
 
@@ -65,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
     add("--corpus", required=True, metavar="URI", help="its first prompt that is long enough is taken")
-    add(
-        "--predictor", action="append", choices=PREDICTORS, help="a rung of the ladder; may be repeated (default: int8)"
-    )
+    add("--predictor", action="append", choices=KINDS, help="a rung of the ladder; may be repeated (default: int8)")
     add(
         "--loop",
         default=given.loop,

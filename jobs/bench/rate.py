@@ -42,11 +42,13 @@ from pipeline.model_source import load_config, load_tokenizer, resolve_cache_for
 from pipeline.options import (
     CACHE_FORMATS,
     DEFAULT_FP8_SCALE,
+    DEFAULT_PREDICTOR,
     FP8_SCALES,
     LOOPS,
     MAX_CHUNK_TOKENS,
     PREDICTORS,
     Options,
+    check_loop,
     check_window,
     scale_mode,
 )
@@ -66,7 +68,7 @@ class Settings:
     model: str
     calibration: str
     eval: str
-    predictor: str = Options.predictor
+    predictor: str = DEFAULT_PREDICTOR
     loop: str = Options.loop
     window: int | None = None
     cache_dtype: str | None = None
@@ -81,6 +83,7 @@ class Settings:
         """Raise UserError for the first value that cannot be."""
         scale_mode(self.cache_dtype, self.fp8_scale)
         check_window(self.window)
+        check_loop(self.predictor, self.loop, self.window)
         for name in ("tokens", "train", "test", "chunk_tokens", "threads"):
             top = MAX_CHUNK_TOKENS if name == "chunk_tokens" else 2**31 - 1
             if not 1 <= getattr(self, name) <= top:
@@ -288,7 +291,8 @@ def _calibrate_closed(
     note: Note,
 ) -> codec.Profile:
     note(f"running the target on {len(prompts)} calibration prompts")
-    samples = [closed_sample(target, tokens, settings.chunk_tokens) for tokens in prompts]
+    states = bool(predictor.config.hidden)
+    samples = [closed_sample(target, tokens, settings.chunk_tokens, states=states) for tokens in prompts]
     note("calibrating layer by layer")
     step = settings.chunk_tokens
     return codec.calibrate_closed(
