@@ -30,6 +30,9 @@ from codec.scales import CacheScales
 _ABSURD = 2.0**20  # no cache holds such a residual on purpose; one of them must not decide a channel's scale
 
 
+FitLayer = Callable[[Iterable[LayerMoments]], tuple[JointLayer, int]]
+
+
 @dataclass
 class Moments:
     """Sums of squared residuals, float64 [layers, 2 (K, V), kv_heads, head_dim], how many finite ones each sums, and tokens."""
@@ -255,11 +258,14 @@ def calibrate_closed(
     *,
     prefill_tokens: int,
     scales: CacheScales | None = None,
+    fit_layer: FitLayer = fit,
+    sharpen: bool = True,
 ) -> Profile:
-    """Calibrate the closed loop in one process. Raises UserError without samples."""
+    """Calibrate the closed loop in one process; `fit_layer` and `sharpen` are for ablations. Raises UserError without samples."""
     work = ClosedCalibration(predictor, cache_format, samples, scales=scales)
-    layers, tokens = fit_layers(predictor.config.layers, work.rounds, work.moments, work.advance)
-    layers = sharpened(layers, work.evidence(), number_format(cache_format))
+    layers, tokens = fit_layers(predictor.config.layers, work.rounds, work.moments, work.advance, fit_layer)
+    if sharpen:
+        layers = sharpened(layers, work.evidence(), number_format(cache_format))
     return freeze_closed(predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens, scales=scales)
 
 
@@ -268,6 +274,7 @@ def fit_layers(
     rounds: int,
     moments: Callable[[int, JointLayer | None], Iterable[LayerMoments]],
     advance: Callable[[int, JointLayer], None],
+    fit_layer: FitLayer = fit,
 ) -> tuple[list[JointLayer], int]:
     """The order of closed calibration, wherever its work is done: joint models of `count` layers, and how many tokens counted.
 
@@ -275,9 +282,9 @@ def fit_layers(
     """
     layers, tokens = [], 0
     for layer in range(count):
-        law, tokens = fit(moments(layer, None))
+        law, tokens = fit_layer(moments(layer, None))
         for _ in range(rounds - 1):
-            law, tokens = fit(moments(layer, law))
+            law, tokens = fit_layer(moments(layer, law))
         layers.append(law)
         advance(layer, law)
     return layers, tokens
@@ -306,6 +313,12 @@ def freeze_closed(
     scales: CacheScales | None = None,
 ) -> Profile:
     """Joint models of all layers to a profile with its known-answer digest."""
+    n = len(layers[0].step)
+    if number_format(cache_format).coarse:
+        layers = [x if x.narrow is not None else replace(x, narrow=np.ones(n, np.float32)) for x in layers]
+    else:
+        flat = np.zeros((len(token_scale.block_sizes(n)), token_scale.TERMS), np.int16)
+        layers = [x if x.scale is not None else replace(x, scale=flat) for x in layers]
     lower = np.tril_indices(len(layers[0].step), -1)
     stored: dict[str, type] = {"step": np.int8, "unit": np.int8, "bias": np.float32,
               "sigma": np.float32, "inside": np.float32, "gain": np.int8, "gain_unit": np.int8}  # fmt: skip

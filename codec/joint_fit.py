@@ -75,12 +75,18 @@ def merge(moments: Iterable[LayerMoments]) -> LayerMoments:
     return total
 
 
-def fit(moments: Iterable[LayerMoments]) -> tuple[JointLayer, int]:
+def fit(
+    moments: Iterable[LayerMoments],
+    ridges: Sequence[float] = RIDGES,
+    gain_ridges: Sequence[float] = GAIN_RIDGES,
+    folds: int = FOLDS,
+) -> tuple[JointLayer, int]:
     """Freeze a layer from moments, one a sample in a fixed order, each dropped once it is added up; also how many tokens counted.
 
     Samples are few and their tokens alike, so how well a fit does on its own samples says little. Both ridges and the
     deviations come from cross-validation: what fits to the other samples leave of each third of them.
-    Raises UserError when there was nothing to calibrate on.
+    `ridges` and `gain_ridges` are tried, the second of each where there is nothing to try them on, or `folds` is 0; a huge one
+    switches the joint model or the correction of the state off. Raises UserError when there was nothing to calibrate on.
     """
     thirds: list[LayerMoments] = []
     for number, part in enumerate(moments):
@@ -91,15 +97,15 @@ def fit(moments: Iterable[LayerMoments]) -> tuple[JointLayer, int]:
     merged = merge(thirds)
     if merged.tokens < 1:
         raise UserError(_NOTHING)
-    folds = _folds(thirds)
-    ridge, gain_ridge = RIDGES[1], GAIN_RIDGES[1]
-    if folds:
-        ridge = min(RIDGES, key=lambda r: sum(float(np.log(_left(a, b, r)).sum()) for a, b in folds))
-        gain_ridge = min(GAIN_RIDGES, key=lambda r: sum(_gain_error(a, b, r) for a, b in folds))
+    pairs = _folds(thirds) if folds else []
+    ridge, gain_ridge = ridges[:2][-1], gain_ridges[:2][-1]
+    if pairs:
+        ridge = min(ridges, key=lambda r: sum(float(np.log(_left(a, b, r)).sum()) for a, b in pairs))
+        gain_ridge = min(gain_ridges, key=lambda r: sum(_gain_error(a, b, r) for a, b in pairs))
     weight = _regressions(merged, ridge)
     variance = _unexplained(weight, merged) * _inflation(merged)
-    if folds:
-        variance = np.sum([_left(a, b, ridge) * (b.tokens / merged.tokens) for a, b in folds], axis=0)
+    if pairs:
+        variance = np.sum([_left(a, b, ridge) * (b.tokens / merged.tokens) for a, b in pairs], axis=0)
     return _frozen(merged, weight, variance, _gains(merged, gain_ridge)), merged.tokens
 
 

@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.bench import predictor, rate
+from jobs.bench import ablation, predictor, rate
 from jobs.exits import exit_status
 from pipeline.report import say, show_rows
 
 COMMANDS = {
     "rate": rate,
+    "ablation": ablation,
     "predictor": predictor,
 }  # name on the command line -> module, as described in jobs/bench/__init__.py
 

@@ -16,7 +16,7 @@ import torch
 import codec
 from codec.errors import UserError
 from codec.formats import number_format
-from jobs.bench import predictor, rate
+from jobs.bench import ablation, predictor, rate
 from jobs.bench.decode_process import Decoded, decode_all
 from jobs.bench.prompts import plain_text, read_prompts
 from pipeline.target import load_tokenizer, resolve_model
@@ -254,3 +254,16 @@ def test_figures_of_passes_are_medians() -> None:
     found = predictor.figures({"target": [1.0, 4.0, 2.0], "int8": [3.0, 3.0, 9.0]}, 100)
     assert found["target"] == {"seconds": 2.0, "tokens_per_s": 50.0, "times_target": 1.0, "spread": 4.0}
     assert found["int8"]["times_target"] == 1.5 and found["int8"]["spread"] == 3.0
+
+
+def test_ablation_measures_the_codec_without_each_part(tiny_model: Path, corpus: Path) -> None:
+    settings = replace(settings_for(tiny_model, corpus), predictor="int8", loop="closed")
+    result = ablation.measure(settings, lambda text: None)
+    variants = result["variants"]
+    assert list(variants) == [v.name for v in ablation.VARIANTS] + ["open loop"]
+    whole = variants[ablation.WHOLE]
+    assert whole["costs"] == 0 and variants["no joint model of a layer"]["costs"] > 0
+    for figures in variants.values():
+        assert figures["costs"] == figures["bits_per_scalar"] - whole["bits_per_scalar"]
+    assert variants["open loop"]["costs"] > 0
+    assert len(ablation.rows(result)) == len(variants) + 2

@@ -198,22 +198,8 @@ def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]
 
     Raises UserError, DataError, StorageError. Sets this process' number of torch threads.
     """
-    torch.set_num_threads(settings.threads)
-    machine = describe()
-    source = resolve_model(settings.model)
-    cache_format = resolve_cache_format(source, settings.cache_dtype)
-    limit = context_length_of(load_config(source))
-    if settings.tokens > limit:
-        raise UserError(f"--tokens {settings.tokens} is over the model's context length of {limit}")
-    tokenizer = load_tokenizer(source)
-    train, test = (
-        read_prompts(uri, tokenizer, tokens=settings.tokens, count=count)
-        for uri, count in ((settings.calibration, settings.train), (settings.eval, settings.test))
-    )
-    mode = scale_mode(cache_format, settings.fp8_scale)
-    target = load_target(source, run_format(source, cache_format))
-    target = target.with_cache(cache_format, make_scales(settings, target, cache_format, mode, train, note))
-    identity = source.fingerprint(cache_format)
+    machine, (target, identity, train, test) = describe(), prepare(settings, note)
+    cache_format = target.cache_format
     store = Store.open(str(folder / "store"))
     predictor, profile = calibrate(settings, target, identity, store, train, note)
     encoded = encode_prompts(settings, target, predictor, profile, store, test, note)
@@ -228,11 +214,34 @@ def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]
         "peak_rss_bytes": peak,
         "peak_rss_decode_bytes": decoded.peak_rss_bytes,
     }
-    shown = asdict(settings) | {"model": source.name, "cache_dtype": cache_format, "fp8_scale": mode or None}
-    shown["prompts"] = [settings.train, settings.test]
-    # Names without folders: where files lie on one machine says nothing about the figures.
-    shown |= {name: getattr(settings, name).rstrip("/").rpartition("/")[2] for name in ("calibration", "eval")}
-    return figures(encoded, decoded) | sizes | {"settings": shown, "machine": machine}
+    return figures(encoded, decoded) | sizes | {"settings": shown(settings, target), "machine": machine}
+
+
+def prepare(settings: Settings, note: Note) -> tuple[Target, bytes, list[Tensor], list[Tensor]]:
+    """The target with its cache's scales, its fingerprint, and the prompts to calibrate on and to measure."""
+    torch.set_num_threads(settings.threads)
+    source = resolve_model(settings.model)
+    cache_format = resolve_cache_format(source, settings.cache_dtype)
+    limit = context_length_of(load_config(source))
+    if settings.tokens > limit:
+        raise UserError(f"--tokens {settings.tokens} is over the model's context length of {limit}")
+    tokenizer = load_tokenizer(source)
+    train, test = (
+        read_prompts(uri, tokenizer, tokens=settings.tokens, count=count)
+        for uri, count in ((settings.calibration, settings.train), (settings.eval, settings.test))
+    )
+    mode = scale_mode(cache_format, settings.fp8_scale)
+    target = load_target(source, run_format(source, cache_format))
+    target = target.with_cache(cache_format, make_scales(settings, target, cache_format, mode, train, note))
+    return target, source.fingerprint(cache_format), train, test
+
+
+def shown(settings: Settings, target: Target) -> dict[str, Any]:
+    """The settings as a result names them, without folders: where files lie on one machine says nothing about the figures."""
+    names = {name: getattr(settings, name).rstrip("/").rpartition("/")[2] for name in ("calibration", "eval")}
+    scaled = None if target.scales is None else target.scales.mode
+    more = {"model": target.source.name, "cache_dtype": target.cache_format, "fp8_scale": scaled}
+    return asdict(settings) | more | names | {"prompts": [settings.train, settings.test]}
 
 
 def make_scales(
