@@ -202,7 +202,8 @@ class ClosedLoop:
         laws.mean[side][row], laws.sigma[side][row] = at[0] + mean, coded
         patterns = read(side, row, laws.mean[side][row], coded)
         laws.residual[side][row], laws.forced[side][row] = self._observed(patterns, *at, laws.mean[side][row], mine)
-        laws.squares[j] = innovations(laws.residual[side][row] - mean, sigma)
+        if self._layers[layer].scale is not None:
+            laws.squares[j] = innovations(laws.residual[side][row] - mean, sigma)
 
     def _observed(
         self, patterns: Ints, guess: Floats, step: Floats, mean: Floats | None = None, sigma: Floats | None = None
