@@ -16,7 +16,7 @@ from codec.formats import NumberFormat
 from codec.residual import STEP_BITS, TABLE_BITS, TABLE_REACH
 
 Floats = NDArray[np.float64]
-_LEAST_MASS = 1 << 10  # of 2**TABLE_BITS: further out, about 5.5 sigma, table differences say nothing about the mean
+LEAST_MASS = 1 << 10  # of 2**TABLE_BITS: further out, about 5.5 sigma, table differences say nothing about the mean
 
 
 def density_table() -> Ints:  # exact: runs once, at calibration; then it is data of the profile
@@ -32,12 +32,13 @@ class Bins:
     """The bins of an FP8 format: 256 patterns with their values and edges; what is beyond the largest value was saturated."""
 
     def __init__(self, cumulative: Ints, density: Ints, fmt: NumberFormat) -> None:
-        self._cumulative, self._density = cumulative.astype(np.int64), density.astype(np.int64)
+        self.cumulative, self.density = cumulative.astype(np.int64), density.astype(np.int64)
         half, last = 1 << (fmt.bits - 1), fmt.first_nonfinite - 1
         magnitude = fmt.values(np.arange(last + 1))
         middle = (magnitude[1:] + magnitude[:-1]) * 0.5
         low, high = np.zeros(half), np.zeros(half)
         low[1 : last + 1], high[:last], high[last] = middle, middle, np.inf
+        self.values = fmt.values(np.arange(2 * half))
         self.low, self.high = np.concatenate([low, -high]), np.concatenate([high, -low])
 
     def centre(self, patterns: Ints, mean: Floats, sigma: Floats) -> Floats:
@@ -47,9 +48,9 @@ class Bins:
         """
         low, high = self.low[patterns], self.high[patterns]
         a, b = self._index(low, mean, sigma), self._index(high, mean, sigma)
-        mass = self._cumulative[b] - self._cumulative[a]
-        known = mass >= _LEAST_MASS
-        z = (self._density[a] - self._density[b]) / np.where(known, mass, 1)
+        mass = self.cumulative[b] - self.cumulative[a]
+        known = mass >= LEAST_MASS
+        z = (self.density[a] - self.density[b]) / np.where(known, mass, 1)
         return np.clip(np.where(known, mean + sigma * z, mean), low, high)
 
     def _index(self, edge: Floats, mean: Floats, sigma: Floats) -> Ints:

@@ -1,7 +1,8 @@
 """The closed loop (DESIGN 4): code a layer jointly, force what was decoded, correct the hidden state.
 
 The law of each channel is codec.joint_model's. Of a fine cache the encoder computes all channels at once and the decoder one after
-another; of a coarse one (FP8) both go one after another, because what a bin tells depends on the law under which it was coded.
+another; of a coarse one (FP8) both go one after another, because what a bin tells depends on the law under which it was coded
+(the encoder, which knows all bins, in compiled loops: codec.walk).
 
 Shapes: J key-value heads, D head dims, T tokens, N = 2 * J * D channels, M hidden dims.
 """
@@ -24,6 +25,7 @@ from codec.joint_model import REACH, JointLayer, Means, PairLaw, Ready
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
 from codec.residual import CellModel, ChannelScales, place_values, scale_integers
 from codec.token_scale import BLOCK, TokenScale, innovations
+from codec.walk import walk
 
 CORRECTION_MAX = 2.0**20  # in units of the state's RMS, which is below 2**100: the sum stays finite
 Read = Callable[[int, int, Floats, Floats], Ints]  # 0 (K) or 1 (V), channel, mean and sigma [T] -> patterns [T]
@@ -124,7 +126,9 @@ class ClosedLoop:
 
     def _laws(self, layer: int, geometry: Geometry, patterns: list[Ints], carry: object) -> Laws:
         if self._bins is not None:
-            return self._one_by_one(layer, geometry, carry, lambda side, row, mean, sigma: patterns[side][row])
+            if self._model.reference or self._layers[layer].scale is not None:
+                return self._one_by_one(layer, geometry, carry, lambda side, row, mean, sigma: patterns[side][row])
+            return self._compiled(layer, geometry, patterns, carry, self._bins)
         return self._all_at_once(layer, geometry, patterns, carry)
 
     def _all_at_once(self, layer: int, geometry: Geometry, patterns: list[Ints], carry: object) -> Laws:
@@ -159,6 +163,15 @@ class ClosedLoop:
         k_sigma[geometry.k_order] = sigma[ready.values :]
         means = [k_mean, geometry.v + mean[: ready.values]]
         return Laws(means, [k_sigma, sigma[: ready.values]], residual, [s[1] for s in seen], features, squares, level)
+
+    def _compiled(self, layer: int, geometry: Geometry, patterns: list[Ints], carry: object, bins: Bins) -> Laws:
+        """Of a known truth in a coarse format: the same numbers as `_one_by_one`."""
+        ready = self._layers[layer]
+        base = ready.base(self._carried(ready, geometry, carry))
+        rows, features = walk(ready, geometry, base, patterns, bins)
+        n = len(geometry.k)
+        mean, sigma, residual, forced = ([x[:n], x[n:]] for x in rows)
+        return Laws(mean, sigma, residual, forced, features, np.zeros(features.shape, np.int64))
 
     def _one_by_one(self, layer: int, geometry: Geometry, carry: object, read: Read) -> Laws:
         """V channel by channel, then K pair by pair; `read` gives the truth of each, told its law."""

@@ -26,7 +26,7 @@ FEATURE_MAX = 1 << 14  # a feature is clamped to this many steps, about 16 sigma
 REACH = 4 * FEATURE_MAX  # a residual of more steps is an outlier that must not steer anything
 COEFFICIENT_MAX = 1 << 15
 BLOCK = 32  # channels whose means the decoder updates one by one; those beyond are updated block by block
-_LEAST = 2.0**-40  # no variance of a pair falls below this part of itself
+LEAST = 2.0**-40  # no variance of a pair falls below this part of itself
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PairLaw:
         cc, ss, cs = c * c, s * s, c * s
         twice = (cab + cab) * cs
         v_first = va * cc + vb * ss - twice
-        v_first = np.maximum(v_first, _LEAST * va)
+        v_first = np.maximum(v_first, LEAST * va)
         across = (va - vb) * cs + cab * (cc - ss)
         self.mean_first = a * c - b * s
         self._mean_second = a * s + b * c

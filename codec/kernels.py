@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from codec.cells import Ints
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any]) -> Any:
     options: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
@@ -24,14 +24,14 @@ def _compiled(function: Callable[..., Any]) -> Any:
         return numba.njit(**options)(function)
 
 
-@_compiled
+@compiled
 def _table_value(edge: int, mean: int, reciprocal: int, table: Ints, far: int, shift: int, reach: int) -> Any:
     distance = min(max(edge - mean, -far), far)
     position = (distance * reciprocal) >> shift
     return table[min(max(position, -reach), reach) + reach]
 
 
-@_compiled
+@compiled
 def block_rows(
     start: Ints, mean: Ints, reciprocal: Ints, edges: Ints, table: Ints, constants: Ints, out: NDArray[np.float32]
 ) -> None:
@@ -51,7 +51,7 @@ def block_rows(
         out[i, blocks] = escape
 
 
-@_compiled
+@compiled
 def cell_rows(
     first: Ints, mean: Ints, reciprocal: Ints, edges: Ints, table: Ints, constants: Ints, out: NDArray[np.float32]
 ) -> None:
@@ -76,7 +76,7 @@ def cell_rows(
             below = above
 
 
-@_compiled
+@compiled
 def placed(mean: NDArray[np.float64], grid: Ints, constants: Ints, bounds: NDArray[np.float64]) -> tuple[Ints, Ints]:
     """(position, first cell of the window) of means [scalars], as residual.place_values defines them."""
     fraction, mantissa, window, limit = constants
@@ -93,7 +93,7 @@ def placed(mean: NDArray[np.float64], grid: Ints, constants: Ints, bounds: NDArr
     return position, start
 
 
-@_compiled
+@compiled
 def kept_blocks(block: NDArray[np.int32], start: Ints, mean: Ints, reciprocal: Ints, size: int, escape: int) -> Any:
     """Of the scalars whose block is no escape: their indices, first cells, means and reciprocals."""
     count = 0
@@ -110,7 +110,7 @@ def kept_blocks(block: NDArray[np.int32], start: Ints, mean: Ints, reciprocal: I
     return index, first, kept_mean, kept_reciprocal
 
 
-@_compiled
+@compiled
 def raw_sizes(first: Ints, symbol: NDArray[np.int32], mantissa: int) -> Any:
     """(cells n, sizes of the raw values of those that have raw bits, how many lie in cell 0), from blocks' first cells."""
     n, sizes = np.empty(first.shape[0], np.int64), np.empty(first.shape[0], np.int32)
@@ -127,7 +127,7 @@ def raw_sizes(first: Ints, symbol: NDArray[np.int32], mantissa: int) -> Any:
     return n, sizes[:coarse], zeros
 
 
-@_compiled
+@compiled
 def patterns_from(n: Ints, raw: NDArray[np.int32], grid: Ints, index: Ints, constants: Ints, out: Ints) -> None:
     """Write the patterns of cells n (m >= 1) and their raw values to out[index]; cell 0 is left to the caller."""
     mantissa, emin, width = constants

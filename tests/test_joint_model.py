@@ -27,11 +27,13 @@ from tests.test_closed_loop import check_round_trip, prompt
 
 
 # ---------------------------------------------------------------- encoder and decoder alike
-def any_loop(rng: np.random.Generator, joint: JointLayer, rope_dim: int, fmt: NumberFormat, heads: int) -> ClosedLoop:
+def any_loop(
+    rng: np.random.Generator, joint: JointLayer, rope_dim: int, fmt: NumberFormat, heads: int, reference: bool = False
+) -> ClosedLoop:
     """A loop of one layer; of a coarse cache with scales and bins."""
     scales = 2.0 ** rng.uniform(-3, 3, (1, 2, heads)) if fmt.coarse else None
     bins = Bins(gaussian_table(), density_table(), fmt) if fmt.coarse else None
-    model = CellModel(gaussian_table(), fmt)
+    model = CellModel(gaussian_table(), fmt, reference)
     return ClosedLoop([joint], rope_dim, model, fmt, history=joint.history, scales=scales, bins=bins)
 
 
@@ -98,7 +100,7 @@ def test_any_joint_model_round_trips_any_truth(
     """Guesses, truths, angles and models that have nothing to do with one another."""
     rng, fmt, dim = np.random.default_rng(seed), FORMATS[name], 2 * half
     rope_dim = 2 * min(turned, half)
-    joint = any_joint(rng, heads * half, history=history, scaled=seed % 3 > 0, narrow=fmt.coarse)
+    joint = any_joint(rng, heads * half, history=history, scaled=seed % 3 > (1 if fmt.coarse else 0), narrow=fmt.coarse)
     loop = any_loop(rng, joint, rope_dim, fmt, heads)
     level = rng.integers(-60, 60, tokens) if joint.scale is not None else None
     carry = Carry((rng.integers(-FEATURE_MAX, FEATURE_MAX, (4 * heads * half, tokens)).astype(np.float64),), level)
@@ -114,6 +116,9 @@ def test_any_joint_model_round_trips_any_truth(
     coded = loop.encode(0, truth, guess, turn, False, carry)
     decoded = loop.decode(0, coded.streams, guess, turn, carry)
     assert samples.same_bits([decoded.values], [truth])
+    plain = any_loop(np.random.default_rng(seed + 1), joint, rope_dim, fmt, heads, reference=True)
+    plain._scales = loop._scales
+    assert plain.encode(0, truth, guess, turn, False, carry).streams == coded.streams, "compiled and plain"
     for told in (decoded.next, loop.known(0, truth, guess, turn, carry)[1]):
         if isinstance(coded.next.carry, Carry):
             assert isinstance(told.carry, Carry)
