@@ -17,6 +17,7 @@ from torch import Tensor
 import codec
 from codec.calibrate import Sample, calibrate_closed
 from codec.formats import FORMATS
+from codec.predictor import MODEL_FREE
 from codec.predictor.rope import cos_sin, frequencies, rotate
 from tests import codec_samples as samples
 
@@ -69,13 +70,25 @@ class World:
     """A model, a predictor of it, and profiles of both loops, calibrated on prompts that tests do not use."""
 
     def __init__(
-        self, config: dict[str, Any], kind: str, *, seed: int = 0, prompts: int = 12, tokens: int = 100, exact_kv: bool = True
+        self, config: dict[str, Any], kind: str, *, seed: int = 0, prompts: int = 12, tokens: int = 100, exact_kv: bool = True,
+        window: int = 0,
     ) -> None:  # fmt: skip
         self.config, self.weights = config, samples.weights(config, seed)
-        self.predictor = codec.build_predictor(config, self.weights, kind, exact_kv=exact_kv)
+        self.predictor = self._predictor(kind, exact_kv, window)
         self._prompts = [self.tokens(tokens, seed=500 + i) for i in range(prompts)]
         self._profiles: dict[tuple[str, str, str], codec.Profile] = {}
         self._scales: dict[tuple[str, str], codec.CacheScales] = {}
+
+    def _predictor(self, kind: str, exact_kv: bool, window: int) -> codec.Predictor:
+        """As a job makes it: with all that calibration says about it."""
+        if kind in MODEL_FREE:
+            return codec.build_model_free(kind, self.config, cache_of(self.config, self.weights, torch.tensor([1]))[0])
+        given: dict[str, Any] = {"bf16": True, "exact_kv": exact_kv, "window": window}
+        prompts = [self.tokens(60, seed=700 + i) for i in range(2)]
+        if kind in codec.CALIBRATED:
+            pilot = codec.build_pilot(self.config, self.weights, **given)
+            given["ranges"] = codec.measure_ranges(pilot, torch.cat(prompts))
+        return codec.fit_predictor(self.config, self.weights, kind, prompts=prompts, **given)
 
     def tokens(self, count: int, seed: int = 0) -> Tensor:
         """Random token ids, int64 [count]."""
@@ -109,7 +122,8 @@ class World:
         out = []
         for ids in self._prompts:
             layers, hidden = cache_of(self.config, self.weights, ids, self.scales(name, mode), name)
-            out.append(Sample(ids, self._cast(layers, name, mode), hidden))
+            states = [] if self.predictor.config.hidden == 0 else hidden
+            out.append(Sample(ids, self._cast(layers, name, mode), states))
         return out
 
     def _closed(self, name: str, mode: str) -> codec.Profile:

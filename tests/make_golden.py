@@ -32,20 +32,35 @@ CONFIG: dict[str, Any] = samples.TINY | {
 HALF_TURNED: dict[str, Any] = CONFIG | {
     "rope_parameters": {"rope_type": "linear", "factor": 1.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
-# predictor: (config, kind, K and V projections in full precision)
-PREDICTORS: dict[str, tuple[dict[str, Any], str, bool]] = {
-    "fp8": (CONFIG, "fp8", False),
-    "fp8-kv16": (CONFIG, "fp8", True),
-    "int8-kv16": (HALF_TURNED, "int8", True),
+# predictor: (config, kind, K and V projections in full precision, window)
+PREDICTORS: dict[str, tuple[dict[str, Any], str, bool, int]] = {
+    "fp8": (CONFIG, "fp8", False, 0),
+    "fp8-kv16": (CONFIG, "fp8", True, 0),
+    "int8-kv16": (HALF_TURNED, "int8", True, 0),
+    **{kind: (CONFIG, kind, True, 0) for kind in ("int8-mixed", "int8-a16", "int4", "mxfp4", "static", "linear")},
+    "int8-window": (CONFIG, "int8", True, 9),
 }
-# profile: (predictor, loop, cache format)
-PROFILES: dict[str, tuple[str, str, str]] = {
-    "fp8-open-bf16": ("fp8", "open", "bf16"),
-    "fp8-open-fp16": ("fp8", "open", "fp16"),
-    "fp8-closed-bf16": ("fp8-kv16", "closed", "bf16"),
-    "fp8-closed-fp16": ("fp8-kv16", "closed", "fp16"),
-    "int8-open-bf16": ("int8-kv16", "open", "bf16"),
-    "int8-closed-bf16": ("int8-kv16", "closed", "bf16"),
+# profile: (predictor, loop, cache format, mode of an FP8 cache's scales)
+PROFILES: dict[str, tuple[str, str, str, str]] = {
+    "fp8-open-bf16": ("fp8", "open", "bf16", ""),
+    "fp8-open-fp16": ("fp8", "open", "fp16", ""),
+    "fp8-open-fp8_e4m3": ("fp8", "open", "fp8_e4m3", "tensor"),
+    "fp8-closed-bf16": ("fp8-kv16", "closed", "bf16", ""),
+    "fp8-closed-fp16": ("fp8-kv16", "closed", "fp16", ""),
+    "fp8-closed-fp8_e4m3": ("fp8-kv16", "closed", "fp8_e4m3", "tensor"),
+    "int8-open-bf16": ("int8-kv16", "open", "bf16", ""),
+    "int8-closed-bf16": ("int8-kv16", "closed", "bf16", ""),
+    "int8-closed-fp8_e5m2": ("int8-kv16", "closed", "fp8_e5m2", "none"),
+    "int8_mixed-closed-bf16": ("int8-mixed", "closed", "bf16", ""),
+    "int8_a16-closed-bf16": ("int8-a16", "closed", "bf16", ""),
+    "int8_a16-closed-fp32": ("int8-a16", "closed", "fp32", ""),
+    "int8_a16-closed-fp8_e4m3": ("int8-a16", "closed", "fp8_e4m3", "head"),
+    "int4-closed-bf16": ("int4", "closed", "bf16", ""),
+    "mxfp4-closed-bf16": ("mxfp4", "closed", "bf16", ""),
+    "static-closed-bf16": ("static", "closed", "bf16", ""),
+    "linear-closed-bf16": ("linear", "closed", "bf16", ""),
+    "linear-closed-fp8_e4m3": ("linear", "closed", "fp8_e4m3", "tensor"),
+    "int8_window-closed-bf16": ("int8-window", "closed", "bf16", ""),
 }
 
 
@@ -72,14 +87,21 @@ CASES = {
     "int8-open-bf16": Case("int8-open-bf16", 33),
     "int8-closed-bf16": Case("int8-closed-bf16", 70),
     "int8-closed-bf16-hostile": Case("int8-closed-bf16", 34, hostile=30),
+    "fp8-open-fp8_e4m3": Case("fp8-open-fp8_e4m3", 33),
+    "fp8-closed-fp8_e4m3-hostile": Case("fp8-closed-fp8_e4m3", 40, hostile=30),
+    "int8-closed-fp8_e5m2-hostile": Case("int8-closed-fp8_e5m2", 40, hostile=36),
+    "int8_a16-closed-fp32-hostile": Case("int8_a16-closed-fp32", 34, hostile=32),
+    "int8_window-closed-bf16": Case("int8_window-closed-bf16", 70),
 }
+# every other profile: one short prompt of two chunks
+CASES |= {name: Case(name, 36) for name in PROFILES if name not in {case.profile for case in CASES.values()}}
 
 
 def make(folder: Path) -> None:
     """Write the golden set into a new folder."""
     folder.mkdir(parents=True)
-    worlds = {name: World(config, kind, seed=11, exact_kv=full) for name, (config, kind, full) in PREDICTORS.items()}
-    profiles = {name: worlds[p].profile(loop, fmt) for name, (p, loop, fmt) in PROFILES.items()}
+    worlds = {name: World(c, kind, seed=11, exact_kv=kv, window=w) for name, (c, kind, kv, w) in PREDICTORS.items()}
+    profiles = {name: worlds[p].profile(loop, fmt, mode or "tensor") for name, (p, loop, fmt, mode) in PROFILES.items()}
     record: dict[str, Any] = {
         "format": VERSION, "torch": torch.__version__.split("+")[0], "target": samples.TARGET.hex(), "chunk_tokens": CHUNK,
         "predictors": {n: w.predictor.fingerprint.hex() for n, w in worlds.items()},
@@ -108,7 +130,8 @@ def make(folder: Path) -> None:
 
 def cache(w: World, profile: codec.Profile, ids: torch.Tensor, case: Case, seed: int) -> samples.Layers:
     """The case's truth."""
-    values, generator = w.truth(ids, profile.cache_format), torch.Generator().manual_seed(3000 + seed)
+    mode = profile.facts.scale_mode or "tensor"
+    values, generator = w.truth(ids, profile.cache_format, mode), torch.Generator().manual_seed(3000 + seed)
     if case.noise:
         values = [
             (samples.cast(k + torch.randn(k.shape, generator=generator) * case.noise, profile.format),

@@ -20,7 +20,10 @@ import torch
 import xxhash
 
 import codec
+from codec import formats
 from codec.checksums import layer_checksums
+from codec.predictor import MODEL_FREE
+from codec.predictor.config import KINDS
 from tests import codec_samples as samples
 from tests import make_golden
 
@@ -59,7 +62,7 @@ def all_cases() -> list[tuple[str, str]]:
 
 def test_there_is_a_golden_set_and_it_is_small() -> None:
     assert "v1" in VERSIONS and set(record("v1")["cases"]) == set(make_golden.CASES)
-    assert sum(f.stat().st_size for f in DATA.rglob("*") if f.is_file()) < 700_000
+    assert sum(f.stat().st_size for f in DATA.rglob("*") if f.is_file()) < 2_600_000
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -100,7 +103,8 @@ def test_golden_blobs_decode_and_are_written_again(version: str, case: str) -> N
 
 
 # ---------------------------------------------------------------- a reader written from FORMAT.md, in plain integers
-FORMATS = {1: (7, -126, 32640), 2: (10, -14, 31744)}  # code: mantissa bits, least exponent, ordinal of infinity
+# code: mantissa bits, least exponent, first ordinal that is not finite, bits of a pattern
+FORMATS = {1: (7, -126, 32640, 16), 2: (10, -14, 31744, 16), 4: (3, -6, 127, 8)}
 
 
 class Bitstream:
@@ -138,7 +142,7 @@ class Scalar:
     """What is known of one scalar before it is read."""
 
     def __init__(self, code: int, table: list[int], guess: float, grid: int, reciprocal: int) -> None:
-        self.mu, self.emin, self.inf = FORMATS[code]
+        self.mu, self.emin, self.inf, self.bits = FORMATS[code]
         self.table, self.g, self.r = table, grid, reciprocal
         self.limit = 2**self.mu * (1 + min(40, (self.inf >> self.mu) - 1))
         self.mean = round(max(-(2.0**50), min(2.0**50, math.ldexp(guess, 8 - grid))))
@@ -155,7 +159,7 @@ class Scalar:
             return -self.edge(-n) if n else 0
         over = n - 2**self.mu
         value = n if over <= 0 else (2**self.mu + over % 2**self.mu) << (over >> self.mu)
-        half = max(value - 1, 1).bit_length() - 1 - self.mu + 7
+        half = (value - 1).bit_length() - 1 - self.mu + 7
         return (value << 8) - (1 << half if half >= 0 else 0)
 
     def cumulative(self, n: int) -> int:
@@ -194,7 +198,7 @@ def read_slice(bits: Bitstream, scalars: list[Scalar]) -> list[int]:
             out[i] = ((s.g + s.mu - s.emin + 1) << s.mu) + m - 2**s.mu
         elif m:
             out[i] = (s.g + m.bit_length() - 1 - s.emin + 1) << s.mu | (m << r) % 2**s.mu | raw
-        out[i] |= (n[i] < 0) << 15
+        out[i] |= (n[i] < 0) << (s.bits - 1)
     zero = [i for i in kept if n[i] in (0, -1)]
     binades = [bits.symbol(scalars[i].zero_binades()) for i in zero]
     for i, b in zip(zero, binades, strict=True):
@@ -205,7 +209,7 @@ def read_slice(bits: Bitstream, scalars: list[Scalar]) -> list[int]:
             out[i] |= bits.uniform((s.g - s.binades - s.emin + 1) << s.mu)
     for i, b in enumerate(blocks):
         if b == 8:
-            out[i] = bits.uniform(65536)
+            out[i] = bits.uniform(2 ** scalars[i].bits)
     return out
 
 
@@ -216,11 +220,16 @@ def test_a_reader_written_from_the_document_reads_the_first_chunk(case: str) -> 
     ids = torch.tensor(c["token_ids"])[: record("v1")["chunk_tokens"]]
     guesses = [t for pair in samples.guesses(made_with, made_with.new_state(), ids) for t in pair]
     length, layers, code = struct.unpack_from("<I", blob, 12)[0], struct.unpack_from("<H", blob, 172)[0], blob[174]
-    lengths = [n for i in range(layers) for n in struct.unpack_from("<QQ", blob, 176 + 56 * i + 8)]
-    sums = [blob[176 + 56 * i + 24 + 16 * j :][:16] for i in range(layers) for j in range(2)]
+    scales = struct.unpack_from(f"<{(length - 192 - 56 * layers) // 4}f", blob, 176)
+    first, width = 176 + 4 * len(scales), FORMATS[code][3] // 8
+    lengths = [n for i in range(layers) for n in struct.unpack_from("<QQ", blob, first + 56 * i + 8)]
+    sums = [blob[first + 56 * i + 24 + 16 * j :][:16] for i in range(layers) for j in range(2)]
     at, table = length, p.tensors["table"].tolist()
     for tensor, guess in enumerate(guesses):
         grid, reciprocal = (a[tensor // 2, tensor % 2].tolist() for a in (p.tensors["grid"], p.tensors["reciprocal"]))
+        if scales:
+            assert blob[175] == 1, "one scale a tensor"
+            guess = guess.double() / scales[tensor]
         finite = guess.clamp(-p.format.max_finite, p.format.max_finite)
         scalars = [
             Scalar(code, table, g, grid[h][d], reciprocal[h][d])
@@ -229,7 +238,7 @@ def test_a_reader_written_from_the_document_reads_the_first_chunk(case: str) -> 
         bits = Bitstream(blob[at : at + lengths[tensor]])
         patterns = read_slice(bits, scalars)
         assert bits.state == 0 and not bits.words
-        assert xxhash.xxh3_128_digest(struct.pack(f"<{len(patterns)}H", *patterns)) == sums[tensor]
+        assert xxhash.xxh3_128_digest(struct.pack(f"<{len(patterns)}{' BH'[width]}", *patterns)) == sums[tensor]
         at += lengths[tensor]
     assert at == len(blob) - 16
 
@@ -239,8 +248,11 @@ def test_the_set_holds_what_is_hard(version: str) -> None:
     cases = record(version)["cases"]
     assert any(len(c["token_ids"]) % record(version)["chunk_tokens"] for c in cases.values()), "a partial chunk"
     kinds = {tuple(c["profile"].split("-")) for c in cases.values()}
-    assert {k[0] for k in kinds} == {"fp8", "int8"} and {k[2] for k in kinds} == {"bf16", "fp16"}
-    assert {k[:2] for k in kinds} == {(p, loop) for p in ("fp8", "int8") for loop in ("open", "closed")}
+    rungs = {kind.replace("-", "_") for kind in (*KINDS, *MODEL_FREE)}
+    assert {k[0] for k in kinds} == rungs | {"int8_window"} and {k[2] for k in kinds} == set(formats.FORMATS)
+    assert {k[:2] for k in kinds} >= {(p, loop) for p in ("fp8", "int8") for loop in ("open", "closed")}
+    modes = {profile(version, name).facts.scale_mode for name in record(version)["profiles"]}
+    assert modes == {"", "none", "tensor", "head"}
     assert all(sum(c["escapes"]) > 0 for n, c in cases.items() if "hostile" in n or "outliers" in n)
 
 
