@@ -148,7 +148,7 @@ class World:
 WORLD: dict[str, Any] = samples.TINY | {"num_hidden_layers": 4}
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def world(kind: str = "fp8") -> World:
     """The shared world of a predictor kind."""
     return World(WORLD, kind)

@@ -75,6 +75,7 @@ def compress(given: Options, folder: Path) -> tuple[int, dict[str, Any], str]:
     return status, json.loads((folder / "report.json").read_text()), text.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [None, "static", "linear"])
 def test_an_architecture_without_a_predictor_is_compressed(
     asked: str | None, gpt2: Path, tmp_path: Path, cluster: ray_runtime.Cluster
@@ -88,6 +89,7 @@ def test_an_architecture_without_a_predictor_is_compressed(
     assert "nothing to compute" in compress(given, tmp_path)[2]
 
 
+@pytest.mark.slow
 def test_a_stored_chunk_decodes_alone(tiny_model: Path, tmp_path: Path, cluster: ray_runtime.Cluster) -> None:
     """From the store alone, without the chunks before it and without the model."""
     given = options(tiny_model, tmp_path, predictor="linear")
