@@ -291,7 +291,8 @@ def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: 
     samples = sources.samples
     measured = sum(len(sample.measured) for sample in samples)
     say(consoles.notes, f"calibrating on {measured:,} chunks of {len(samples):,} prompts (once for this model)")
-    return calibrate(
+    begin = time.monotonic()
+    job = calibrate(
         prepared.job,
         samples,
         actors=pools.encoders,
@@ -299,6 +300,9 @@ def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: 
         gpus=pools.encode_gpus,
         device=_device(device, pools.encode_gpus, pools.encode_cpus),
     )
+    size = job.store.size(profile_path(job.profile))
+    say(consoles.notes, f"calibrated in {report.duration(time.monotonic() - begin)}; the profile has {size:,} bytes")
+    return job
 
 
 def _compute(

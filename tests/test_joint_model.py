@@ -341,3 +341,15 @@ def test_an_absurd_gain_leaves_the_state_finite() -> None:
     told = loop.encode(0, values[0], guess, run.turns()[0], False).next
     run.advance(0, [told.attend], [told.correction])
     assert torch.isfinite(run.h).all()
+
+
+@pytest.mark.parametrize(("hidden", "history"), [(4096, 0), (0, 2)], ids=["predictor", "linear"])
+def test_the_profile_of_an_8b_model_is_small(hidden: int, history: int) -> None:
+    """Llama-3-8B: 8 key-value heads of 128 dims, 32 layers, 16.06 GB of bf16 weights."""
+    facts = codec.profile.ProfileFacts(
+        target="", predictor="", cache_format="bf16", loop="closed", prefill_tokens=256, layers=32, hidden=hidden, kv_heads=8,
+        head_dim=128, rope_dim=128, calibration_tokens=1, history=history,
+    )  # fmt: skip
+    layout = codec.Profile(facts, {})._layout()
+    size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
+    assert 0.01 * 16.06e9 < size < 0.03 * 16.06e9
