@@ -147,8 +147,8 @@ class ClosedCalibration:
     """Calibration of the closed loop on some prompts, a layer at a time: `moments`, all prompts' merged and fitted, `advance`.
 
     The moments of a layer need the frozen gains of the layers below (DESIGN 4.7), so processes that share the work meet
-    once a layer; each keeps the states of its own prompts. A coarse cache meets twice: what a bin tells depends on the
-    law, so its moments are taken once more under the law fitted first.
+    once a layer; each keeps the states of its own prompts. A coarse cache meets three times: what a bin tells depends on the
+    law, so its moments are taken again under the law that was fitted.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class ClosedCalibration:
     @property
     def rounds(self) -> int:
         """How many times the moments of a layer are taken and fitted."""
-        return 2 if self._fmt.coarse else 1
+        return 3 if self._fmt.coarse else 1
 
     def moments(self, layer: int, law: JointLayer | None = None) -> Iterator[LayerMoments]:
         """Moments of this layer, one a sample in their order; from the second round on under the law fitted before."""

@@ -9,9 +9,9 @@ from torch import Tensor
 from codec import exact
 from codec.checksums import digest
 from codec.chunk import check_pair
-from codec.errors import KnownAnswerMismatch
+from codec.errors import CorruptBlob, KnownAnswerMismatch
 from codec.formats import NumberFormat
-from codec.loop import follow
+from codec.loop import Pair, follow
 from codec.predictor import Predictor
 from codec.profile import Profile
 
@@ -21,7 +21,8 @@ KNOWN_TOKENS = 48
 def known_answer(predictor: Predictor, profile: Profile) -> bytes:
     """Digest of the guesses and bitstreams of a made-up prompt: fixed tokens, and a truth near the guesses with every kind of outlier.
 
-    It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt; 16 bytes.
+    It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt, and the first chunk's
+    first and last layers back again: decoding is other code than encoding. 16 bytes.
     """
     check_pair(predictor, profile)
     c, fmt = predictor.config, profile.format
@@ -38,6 +39,8 @@ def known_answer(predictor: Predictor, profile: Profile) -> bytes:
             near = [g if scales is None else g / scales[layer, n][:, None, None] for n, g in enumerate(guess)]
             truth = _made_up_truth(near[0], layer, fmt), _made_up_truth(near[1], layer + 1, fmt)
             coded = profile.loop_codec.encode(layer, truth, guess, run.turns()[0], False, carry)
+            if begin == 0 and layer in (0, c.layers - 1):
+                digests.append(_decoded(profile, layer, coded.streams, guess, run.turns()[0], carry))
             carry = coded.next.carry
             exactly = b"".join(_bits(t) for t in (*guess, run.h))
             digests.append(digest(exactly + coded.streams[0] + coded.streams[1]))
@@ -45,6 +48,17 @@ def known_answer(predictor: Predictor, profile: Profile) -> bytes:
                 follow(run, layer, [coded.next])
         run.commit()
     return digest(b"".join(digests))
+
+
+def _decoded(
+    profile: Profile, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object
+) -> bytes:
+    """Digest of what streams decode to."""
+    try:
+        values = profile.loop_codec.decode(layer, streams, guess, turn, carry).values
+    except CorruptBlob:
+        return b"corrupt"
+    return digest(b"".join(profile.format.little_endian(t) for t in values))
 
 
 def _bits(t: Tensor) -> bytes:

@@ -2,7 +2,7 @@
 
 That is as it should be where they say how far a bin's mean is to be trusted: with narrower ones the loop over channels was not
 stable on real caches. But what is coded is the bin, whose width already stands for the rounding. So each channel is coded with
-its sigma times the factor that cost the fewest bits on the calibration samples; the two channels of a RoPE pair share one.
+its sigma times the factor that cost the fewest bits on the calibration samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from codec.bins import Bins
 from codec.cells import Ints
 from codec.geometry import Floats
 
-FACTORS = 2.0 ** (np.arange(-8, 4) / 4)
+FACTORS = 2.0 ** (np.arange(-16, 7) / 8)
 _LEAST = 2.0**-30  # an outlier counts for no more bits: it must not decide a factor
 
 
@@ -40,8 +40,5 @@ def fit(lengths: Sequence[Floats]) -> NDArray[np.float32]:
     total = lengths[0].copy()
     for more in lengths[1:]:
         total += more
-    half = total.shape[1] // 2
-    pairs = total[:, half::2] + total[:, half + 1 :: 2]
-    total[:, half::2] = total[:, half + 1 :: 2] = pairs
     best: NDArray[np.float32] = FACTORS[total.argmin(2)].astype(np.float32)
     return best

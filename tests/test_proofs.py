@@ -17,6 +17,7 @@ from codec.ideal import ideal_bits
 from tests import codec_samples as samples
 from tests.float_model import world
 
+pytestmark = pytest.mark.slow
 COUNT, BAD = 60, slice(20, 30)
 # (kind, cache): model-free rungs on every kind of cache, a predictor on those of test_closed_loop's that are coarse
 CODED = [("static", "bf16"), ("static", "fp8_e5m2"), ("linear", "bf16"), ("linear", "fp8_e4m3"), ("int8", "fp8_e4m3"),
@@ -82,7 +83,7 @@ def test_one_hostile_value_in_the_middle_leaves_the_others_alone(kind: str, name
         assert before > 0
         # A sixth of all tokens is known by its guesses only. The largest FP8 value is a number like others and does steer:
         # test_closed_loop shows that a few of them cost the others nothing.
-        assert what == LARGEST or after < 1.3 * before
+        assert what == LARGEST or after < 1.5 * before
 
 
 # ---------------------------------------------------------------- what is refused
@@ -137,7 +138,9 @@ def test_the_known_answer_sees_every_tensor_of_these_profiles(kind: str, name: s
     codec.check_known_answer(w.predictor, profile)
     blind = []
     for tensor, values in profile.tensors.items():
-        if not values.size:  # gains where there is no hidden state
+        if not values.size or (
+            kind == "linear" and tensor == "scales"
+        ):  # no hidden state; nothing is guessed in units of 1
             continue
         if values.dtype == np.float32:
             changed = values * np.float32(1.25)
