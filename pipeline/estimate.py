@@ -17,12 +17,12 @@ GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.6, ("closed", "int8
                   ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3,
                   ("closed", "static"): 1.7, ("closed", "linear"): 1.9}  # fmt: skip
 GUESSED_RATIO = 2.3  # of any other
-# The same of an FP8 cache, over 8 bits; code lengths of the design's reference.
+# The same of an FP8 cache, over 8 bits (e4m3, one scale a tensor).
 GUESSED_FP8_RATIOS = {
     ("open", "fp8"): 2.7,
     ("closed", "fp8"): 4.8,
-    ("closed", "int8"): 5.0,
-    ("closed", "int8-a16"): 8.0,
+    ("closed", "int8"): 5.5,
+    ("closed", "int8-a16"): 7.8,
 }
 GUESSED_FP8_RATIO = 2.7
 # Tokens a second of one actor, times parameters: target, exact predictor, coder and checks together. Measured with a
