@@ -166,7 +166,7 @@ def test_a_part_is_named_by_what_it_holds() -> None:
         ("chunk_tokens", 0, "--chunk-tokens 0"),
         ("actors", 0, "--actors 0"),
         ("limit", -1, "--limit -1"),
-        ("predictor", "int4", "--predictor 'int4'"),
+        ("predictor", "int3", "--predictor 'int3'"),
         ("loop", "half", "--loop 'half'"),
         ("cache_dtype", "fp8", "--cache-dtype 'fp8'"),
         ("gpus_per_actor", 1.5, "whole number"),
