@@ -314,21 +314,20 @@ def freeze_closed(
 ) -> Profile:
     """Joint models of all layers to a profile with its known-answer digest."""
     n = len(layers[0].step)
+    stored: dict[str, type] = {"step": np.int8, "unit": np.int8, "bias": np.float32,
+              "sigma": np.float32, "inside": np.float32, "gain": np.int8, "gain_unit": np.int8}  # fmt: skip
+    # what `sharpened` did not set changes nothing
     if number_format(cache_format).coarse:
         layers = [x if x.narrow is not None else replace(x, narrow=np.ones(n, np.float32)) for x in layers]
+        stored["narrow"] = np.float32
     else:
         flat = np.zeros((len(token_scale.block_sizes(n)), token_scale.TERMS), np.int16)
         layers = [x if x.scale is not None else replace(x, scale=flat) for x in layers]
-    lower = np.tril_indices(len(layers[0].step), -1)
-    stored: dict[str, type] = {"step": np.int8, "unit": np.int8, "bias": np.float32,
-              "sigma": np.float32, "inside": np.float32, "gain": np.int8, "gain_unit": np.int8}  # fmt: skip
-    if layers[0].scale is not None:
         stored["scale"] = np.int16
-    if layers[0].narrow is not None:
-        stored["narrow"] = np.float32
     if layers[0].history:
         stored |= {"given": np.int8, "given_unit": np.int8}
     tensors: Arrays = {name: np.stack([getattr(x, name) for x in layers]).astype(t) for name, t in stored.items()}
+    lower = np.tril_indices(n, -1)
     tensors["coefficient"] = np.stack([x.coefficient[lower] for x in layers]).astype(np.int16)
     work = _Work(predictor, target, cache_format, prefill_tokens, scales)
     return work.profile("closed", tokens, tensors, layers[0].history)

@@ -79,13 +79,13 @@ def fit(
     moments: Iterable[LayerMoments],
     ridges: Sequence[float] = RIDGES,
     gain_ridges: Sequence[float] = GAIN_RIDGES,
-    folds: int = FOLDS,
+    cross_validate: bool = True,
 ) -> tuple[JointLayer, int]:
     """Freeze a layer from moments, one a sample in a fixed order, each dropped once it is added up; also how many tokens counted.
 
     Samples are few and their tokens alike, so how well a fit does on its own samples says little. Both ridges and the
     deviations come from cross-validation: what fits to the other samples leave of each third of them.
-    `ridges` and `gain_ridges` are tried, the second of each where there is nothing to try them on, or `folds` is 0; a huge one
+    `ridges` and `gain_ridges` are tried, the second of each where there is nothing to try them on, or without `cross_validate`; a huge one
     switches the joint model or the correction of the state off. Raises UserError when there was nothing to calibrate on.
     """
     thirds: list[LayerMoments] = []
@@ -97,7 +97,7 @@ def fit(
     merged = merge(thirds)
     if merged.tokens < 1:
         raise UserError(_NOTHING)
-    pairs = _folds(thirds) if folds else []
+    pairs = _folds(thirds) if cross_validate else []
     ridge, gain_ridge = ridges[:2][-1], gain_ridges[:2][-1]
     if pairs:
         ridge = min(ridges, key=lambda r: sum(float(np.log(_left(a, b, r)).sum()) for a, b in pairs))

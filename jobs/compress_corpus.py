@@ -18,14 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
+from jobs.arguments import add_cache, add_loop
 from jobs.exits import exit_status
 from pipeline.options import (
-    CACHE_FORMATS,
-    DEFAULT_FP8_SCALE,
     DEFAULT_PREDICTOR,
     DEVICES,
-    FP8_SCALES,
-    LOOPS,
     PREDICTORS,
     Options,
 )
@@ -42,28 +39,8 @@ def parser() -> argparse.ArgumentParser:
     add("--store", required=True, metavar="URI", help="a folder or s3://bucket/prefix; made if it is not there")
     rung = f"rung of the ladder (default: {DEFAULT_PREDICTOR}; linear for architectures that have no other)"
     add("--predictor", choices=PREDICTORS, help=rung)
-    add(
-        "--loop",
-        default=Options.loop,
-        choices=LOOPS,
-        help="whether the predictor sees decoded values (default: %(default)s)",
-    )
-    add(
-        "--window",
-        type=int,
-        metavar="N",
-        help="the predictor attends to the first tokens and the last N (default: all)",
-    )
-    add(
-        "--cache-dtype",
-        choices=CACHE_FORMATS,
-        help="dtype of the cache, and to run the target in unless it is FP8 (default: the model's own)",
-    )
-    add(
-        "--fp8-scale",
-        choices=FP8_SCALES,
-        help=f"calibrated scales of an FP8 cache: none, one a tensor, or one a head (default: {DEFAULT_FP8_SCALE})",
-    )
+    add_loop(p)
+    add_cache(p)
     add("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk and a prefill step (default: 256)")
     add("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: some of the corpus)")
     add("--actors", type=int, metavar="N", help="encode actors (default: as many as fit)")

@@ -12,12 +12,12 @@ from codec.predictor.config import head_dim
 from pipeline.plan import Plan
 from pipeline.work import ChunkFigures, Job
 
-# By loop and predictor, bf16: what jobs/benchmark.py rate measured with SmolLM2-135M, rounded down.
+# By loop and predictor, bf16: what SmolLM2-135M came to, rounded down; int8-mixed on short prompts only, int4 and mxfp4 guessed.
 GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.6, ("closed", "int8"): 3.8, ("closed", "int8-mixed"): 4.3,
                   ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3,
                   ("closed", "static"): 1.7, ("closed", "linear"): 1.9}  # fmt: skip
 GUESSED_RATIO = 2.3  # of any other
-# The same of an FP8 cache, over 8 bits (e4m3, one scale a tensor).
+# The same of an FP8 cache, over 8 bits (e4m3, one scale a tensor); open: the code length of a reference.
 GUESSED_FP8_RATIOS = {
     ("open", "fp8"): 2.7,
     ("closed", "fp8"): 4.8,

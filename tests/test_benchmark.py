@@ -267,3 +267,21 @@ def test_ablation_measures_the_codec_without_each_part(tiny_model: Path, corpus:
         assert figures["costs"] == figures["bits_per_scalar"] - whole["bits_per_scalar"]
     assert variants["open loop"]["costs"] > 0
     assert len(ablation.rows(result)) == len(variants) + 2
+
+
+def test_ablation_of_a_rung_without_a_model_leaves_out_what_it_has_not(tiny_model: Path, corpus: Path) -> None:
+    settings = replace(settings_for(tiny_model, corpus), predictor="linear", loop="closed")
+    variants = ablation.measure(settings, lambda text: None)["variants"]
+    assert list(variants)[0] == ablation.WHOLE and "no joint model of a layer" in variants
+    assert not {"open loop", "no correction of the hidden state", "activations not smoothed"} & set(variants)
+
+
+def test_what_a_benchmark_cannot_measure_is_a_usage_error(tiny_model: Path, corpus: Path, tmp_path: Path) -> None:
+    common = f"--model {tiny_model} --tokens 80 --threads 1".split()
+    both = ["--calibration", str(corpus), "--eval", str(corpus)]
+    for line in (
+        ["ablation", *common, *both, "--loop", "open"],
+        ["predictor", *common, "--corpus", str(corpus), "--cache-dtype", "fp8_e4m3"],
+    ):
+        done = benchmark(*line, cwd=tmp_path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

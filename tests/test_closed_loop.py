@@ -358,5 +358,7 @@ def test_the_closed_loop_beats_the_open_one(kind: str, name: str) -> None:
         chunk = codec.encode(w.predictor, w.profile(loop, name), w.predictor.new_state(), ids, values, identity())
         raw = FORMATS[name].raw * (chunk.stats.scalars_k + chunk.stats.scalars_v) / 8  # what no model could save
         sizes[loop] = chunk.stats.bytes_k + chunk.stats.bytes_v - raw
-    most = 0.9 if kind in ("int4", "mxfp4") else 0.85  # 4-bit weights err in every layer: less is left from the one before
+    most = (
+        0.9 if kind in ("int4", "mxfp4") else 0.85
+    )  # 4-bit weights err in every layer: less is left from the one before
     assert sizes["closed"] < most * sizes["open"], sizes

@@ -34,6 +34,19 @@ LIMITS = {
 }
 
 
+def read_fields(text: str, kind: type[Any]) -> dict[str, Any]:
+    """The fields of a stored configuration, a JSON object with exactly those of a dataclass. Raises PredictorError."""
+    try:
+        found = json.loads(text)
+        kind(**found)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PredictorError(
+            f"The predictor's configuration cannot be read ({error}); the file is corrupt or of another version."
+        ) from None
+    fields: dict[str, Any] = found
+    return fields
+
+
 @dataclass(frozen=True)
 class PredictorConfig:
     """Shapes and constants of one decoder; everything that affects bits and is not a tensor."""
@@ -74,12 +87,7 @@ class PredictorConfig:
     @classmethod
     def from_json(cls, text: str) -> PredictorConfig:
         """Parse and check; raises PredictorError."""
-        try:
-            config = cls(**json.loads(text))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PredictorError(
-                f"The predictor's configuration cannot be read ({error}); the file is corrupt or of another version."
-            ) from None
+        config = cls(**read_fields(text, cls))
         config.check()
         return config
 

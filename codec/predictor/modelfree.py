@@ -18,7 +18,7 @@ from torch import Tensor
 
 from codec.errors import PredictorError, UnsupportedArchitecture, UnsupportedFormat, UserError
 from codec.predictor.base import Predictor
-from codec.predictor.config import LIMITS, MAX_CONTEXT, SUPPORTED
+from codec.predictor.config import LIMITS, MAX_CONTEXT, SUPPORTED, read_fields
 from codec.predictor.decoder import PredictorState
 from codec.predictor.rope import Frequencies, cos_sin, frequencies
 
@@ -55,12 +55,7 @@ class ModelFreeConfig:
     @classmethod
     def from_json(cls, text: str) -> ModelFreeConfig:
         """Parse and check; raises PredictorError."""
-        try:
-            config = cls(**json.loads(text))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PredictorError(
-                f"The predictor's configuration cannot be read ({error}); the file is corrupt or of another version."
-            ) from None
+        config = cls(**read_fields(text, cls))
         config.check()
         return config
 

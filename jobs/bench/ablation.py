@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import codec
+from codec.errors import UserError
 from codec.joint_fit import fit
 from codec.predictor.config import KINDS
 from jobs.bench import rate
@@ -60,16 +61,17 @@ VARIANTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `rate`, but for the loop."""
+    """The options of `rate`."""
     rate.add_arguments(parser)
-    parser.set_defaults(loop="closed")
 
 
 def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
     """Measure all variants that the rung has, and the open loop."""
     settings = Settings(**{name: getattr(arguments, name) for name in Settings.__dataclass_fields__})
     settings.check()
-    return measure(replace(settings, loop="closed"), note)
+    if settings.loop != "closed":
+        raise UserError("ablation takes parts from the closed loop and adds the open one itself; leave --loop out")
+    return measure(settings, note)
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -89,17 +91,18 @@ def measure(settings: Settings, note: Note) -> dict[str, Any]:
     """Figures of all variants; UserError, DataError, StorageError as in `rate`."""
     target, identity, train, test = rate.prepare(settings, note)
     note(f"running the target on {len(train)} calibration prompts")
-    samples = [closed_sample(target, tokens, settings.chunk_tokens) for tokens in train]
+    guesses = settings.predictor in KINDS  # the others have no state to correct and no projections
+    samples = [closed_sample(target, tokens, settings.chunk_tokens, states=guesses) for tokens in train]
     rung = Rung(settings.predictor, settings.loop, settings.window)
     ranges = rung.ranges(target, train) if rung.calibrated else None
     found: dict[str, dict[str, float]] = {}
     for variant in VARIANTS:
-        if variant.smooth or ranges is not None:
+        if (variant.smooth or ranges is not None) and (guesses or (variant.exact_kv and variant.correct)):
             note(f"variant: {variant.name}")
             predictor = _predictor(variant, rung, target, ranges, train)
             profile = _profile(variant, predictor, target, identity, samples, settings)
             found[variant.name] = _encode(settings, target, predictor, profile, test)
-    if settings.predictor in KINDS:
+    if guesses:
         note("variant: open loop")
         with tempfile.TemporaryDirectory(prefix="kv-ablation-") as folder:
             opened = replace(settings, loop="open")
@@ -133,7 +136,7 @@ def _profile(
     if not variant.correct:
         options["gain_ridges"] = _OFF
     if not variant.cross_validate:
-        options["folds"] = 0
+        options["cross_validate"] = False
     return codec.calibrate_closed(
         predictor, identity, target.cache_format, samples, prefill_tokens=settings.chunk_tokens, scales=target.scales,
         fit_layer=partial(fit, **options), sharpen=variant.sharpen,

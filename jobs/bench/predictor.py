@@ -23,10 +23,11 @@ from torch import Tensor
 import codec
 from codec.errors import UserError
 from codec.predictor.config import KINDS
+from jobs.arguments import add_loop
 from jobs.bench.machine import available_cores, describe
 from jobs.bench.prompts import read_prompts
-from pipeline.model_source import load_tokenizer, resolve_cache_format, resolve_model
-from pipeline.options import CACHE_FORMATS, LOOPS, MAX_CHUNK_TOKENS, Options, check_window
+from pipeline.model_source import RUN_DTYPES, load_tokenizer, resolve_cache_format, resolve_model
+from pipeline.options import MAX_CHUNK_TOKENS, Options, check_window
 from pipeline.rung import Rung
 from pipeline.target import Target, load_target
 
@@ -67,19 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
     add("--corpus", required=True, metavar="URI", help="its first prompt that is long enough is taken")
     add("--predictor", action="append", choices=KINDS, help="a rung of the ladder; may be repeated (default: int8)")
-    add(
-        "--loop",
-        default=given.loop,
-        choices=LOOPS,
-        help="closed: K and V projections in 16 bits (default: %(default)s)",
-    )
-    add(
-        "--window",
-        type=int,
-        metavar="N",
-        help="the predictor attends to the first tokens and the last N (default: all)",
-    )
-    add("--cache-dtype", choices=CACHE_FORMATS, help="dtype to run the target in (default: the model's own)")
+    add_loop(parser)
+    add("--cache-dtype", choices=tuple(RUN_DTYPES), help="dtype to run the target in (default: the model's own)")
     for name, text in (
         ("tokens", "tokens of the prompt"), ("chunk_tokens", "tokens of a step, of target and predictor alike"),
         ("repeats", "passes of every side"), ("threads", "torch threads"),

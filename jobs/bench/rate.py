@@ -33,6 +33,7 @@ import codec
 from codec.errors import UserError
 from codec.formats import number_format
 from codec.scales import CacheScales
+from jobs.arguments import add_cache, add_loop
 from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
 from jobs.bench.machine import available_cores, describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
@@ -40,11 +41,7 @@ from pipeline.cache_scales import largest
 from pipeline.calibration import closed_sample
 from pipeline.model_source import load_config, load_tokenizer, resolve_cache_format, resolve_model
 from pipeline.options import (
-    CACHE_FORMATS,
-    DEFAULT_FP8_SCALE,
     DEFAULT_PREDICTOR,
-    FP8_SCALES,
-    LOOPS,
     MAX_CHUNK_TOKENS,
     PREDICTORS,
     Options,
@@ -117,28 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--predictor", default=given.predictor, choices=PREDICTORS, help="the rung of the ladder (default: %(default)s)"
     )
-    add(
-        "--loop",
-        default=given.loop,
-        choices=LOOPS,
-        help="whether the predictor sees decoded values (default: %(default)s)",
-    )
-    add(
-        "--window",
-        type=int,
-        metavar="N",
-        help="the predictor attends to the first tokens and the last N (default: all)",
-    )
-    add(
-        "--cache-dtype",
-        choices=CACHE_FORMATS,
-        help="dtype of the cache, and to run the target in unless it is FP8 (default: the model's own)",
-    )
-    add(
-        "--fp8-scale",
-        choices=FP8_SCALES,
-        help=f"scales of an FP8 cache, calibrated on the calibration prompts (default: {DEFAULT_FP8_SCALE})",
-    )
+    add_loop(parser)
+    add_cache(parser)
     for name, text in (
         ("tokens", "tokens of a prompt; shorter prompts are skipped"),
         ("train", "prompts to calibrate on"),

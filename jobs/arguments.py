@@ -1,0 +1,39 @@
+"""Options of command lines that several jobs share: how the predictor guesses, and what the cache is."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeline.options import CACHE_FORMATS, DEFAULT_FP8_SCALE, FP8_SCALES, LOOPS, Options
+
+
+def add_loop(parser: argparse.ArgumentParser) -> None:
+    """--loop and --window."""
+    add = parser.add_argument
+    add(
+        "--loop",
+        default=Options.loop,
+        choices=LOOPS,
+        help="whether the predictor sees decoded values (default: %(default)s)",
+    )
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="the predictor attends to the first tokens and the last N (default: all)",
+    )
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """--cache-dtype and --fp8-scale."""
+    add = parser.add_argument
+    add(
+        "--cache-dtype",
+        choices=CACHE_FORMATS,
+        help="dtype of the cache, and to run the target in unless it is FP8 (default: the model's own)",
+    )
+    add(
+        "--fp8-scale",
+        choices=FP8_SCALES,
+        help=f"calibrated scales of an FP8 cache: none, one a tensor, or one a head (default: {DEFAULT_FP8_SCALE})",
+    )
