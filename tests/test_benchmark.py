@@ -272,7 +272,7 @@ def test_ablation_measures_the_codec_without_each_part(tiny_model: Path, corpus:
 def test_ablation_of_a_rung_without_a_model_leaves_out_what_it_has_not(tiny_model: Path, corpus: Path) -> None:
     settings = replace(settings_for(tiny_model, corpus), predictor="linear", loop="closed")
     variants = ablation.measure(settings, lambda text: None)["variants"]
-    assert list(variants)[0] == ablation.WHOLE and "no joint model of a layer" in variants
+    assert next(iter(variants)) == ablation.WHOLE and "no joint model of a layer" in variants
     assert not {"open loop", "no correction of the hidden state", "activations not smoothed"} & set(variants)
 
 
