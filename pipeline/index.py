@@ -1,7 +1,7 @@
 """The index: one row a stored chunk, in Parquet parts that any reader of Parquet can open.
 
 A task that has stored its blobs commits them by writing one part, index/<target>/<profile>/<name>.parquet. The part's
-name is a digest of the set of chunk keys in it, so a task that runs twice writes one part. A blob without a row was not
+name is a digest of the chunks in it and their bits, so a task that runs twice writes one part. A blob without a row was not
 committed; a row without its blob is an error that verification reports. Two jobs that met the same chunk in differently
 cut tasks both have a row for it: the rows of a key then agree in everything that describes the blob.
 
@@ -10,7 +10,7 @@ cut tasks both have a row for it: the rows of a key then agree in everything tha
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipeline.store import Store
 
 FORMAT = 1
 
-ADDED = ("fp8_scale",)  # columns that older parts lack
+ADDED = ("fp8_scale", "root_key")  # columns that older parts lack
 
 _DIGEST = pa.binary(32)
 _CHAIN = pa.binary(16)
@@ -63,6 +63,7 @@ INDEX_SCHEMA = pa.schema(
         _required("parent_digest", _CHAIN),
         _required("chain_digest", _CHAIN),
         _required("tenant", pa.string()),  # hex digest of the salt, "" without one
+        pa.field("root_key", _DIGEST),  # key of the empty prefix, from which the keys of a prompt follow
         _required("created", pa.timestamp("us", tz="UTC")),
         _required("host_arch", pa.string()),
         _required("torch_version", pa.string()),
@@ -71,12 +72,21 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-def part_name(keys: Iterable[bytes]) -> bytes:
-    """32-byte name of the part that holds these chunk keys, in whichever order they come."""
+def part_name(table: pa.Table) -> bytes:
+    """32-byte name of the part that holds these rows: a digest of their keys and chain digests, in whichever order.
+
+    Not of the keys alone: after a repair the same chunks may hold other bits.
+    """
     digest = hashlib.blake2b(digest_size=32, person=b"kv-index-part")
-    for key in sorted(set(keys)):
-        digest.update(key)
+    for item in sorted(row_ids(table)):
+        digest.update(item)
     return digest.digest()
+
+
+def row_ids(table: pa.Table) -> set[bytes]:
+    """What a row is about: 48 bytes each, a chunk's key and the digest of its chain's bits."""
+    pairs = zip(table["key"].to_pylist(), table["chain_digest"].to_pylist(), strict=True)
+    return {key + chain for key, chain in pairs}
 
 
 def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -92,7 +102,7 @@ def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
     labels = {"kv_index_format": str(FORMAT), "kv_target": target.hex(), "kv_profile": profile.hex()}
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(labels), sink, compression="zstd", write_page_checksum=True)
-    path = index_path(target, profile, part_name(table["key"].to_pylist()))
+    path = index_path(target, profile, part_name(table))
     store.put_new(path, sink.getvalue().to_pybytes())
     return path
 

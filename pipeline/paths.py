@@ -127,7 +127,7 @@ def prompts_path(target: bytes, name: bytes) -> str:
 
 
 def index_path(target: bytes, profile: bytes, name: bytes) -> str:
-    """Path of one index part; `name` is a digest of the chunk keys in it."""
+    """Path of one index part; `name` is a digest of the rows in it."""
     return f"{index_prefix(target, profile)}/{digest_hex(name, 'part name')}.parquet"
 
 
