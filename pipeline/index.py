@@ -10,7 +10,7 @@ cut tasks both have a row for it: the rows of a key then agree in everything tha
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -77,8 +77,18 @@ def part_name(table: pa.Table) -> bytes:
 
     Not of the keys alone: after a repair the same chunks may hold other bits.
     """
+    return _name(row_ids(table))
+
+
+def is_named_for(path: str, table: pa.Table) -> bool:
+    """Whether a part's path is that of these rows; parts of earlier releases are named for their keys alone."""
+    names = (part_name(table), _name(set(table["key"].to_pylist())))
+    return path.rpartition("/")[2] in {f"{name.hex()}.parquet" for name in names}
+
+
+def _name(items: set[bytes]) -> bytes:
     digest = hashlib.blake2b(digest_size=32, person=b"kv-index-part")
-    for item in sorted(row_ids(table)):
+    for item in sorted(items):
         digest.update(item)
     return digest.digest()
 
@@ -94,7 +104,11 @@ def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
 
     Digests are bytes, `created` is a datetime with a time zone. Raises DataError for rows that do not fit the schema.
     """
-    table = _table(rows)
+    return write_table(store, _table(rows))
+
+
+def write_table(store: Store, table: pa.Table) -> str:
+    """As `write_part`, of rows that are a table of INDEX_SCHEMA."""
     owners = set(zip(table["target"].to_pylist(), table["profile"].to_pylist(), strict=True))
     if len(owners) != 1:
         raise DataError(f"an index part needs the rows of one target and one profile, not of {len(owners)}")
@@ -108,11 +122,17 @@ def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def iter_parts(
-    store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None
+    store: Store,
+    *,
+    target: bytes,
+    profile: bytes,
+    columns: Sequence[str] | None = None,
+    broken: Callable[[str, DataError], None] | None = None,
 ) -> Iterator[tuple[str, pa.Table]]:
     """(path, rows) of every part, sorted by path; only a few parts are in memory at a time.
 
-    `columns` are names of INDEX_SCHEMA, None means all. Raises DataError naming the part that cannot be read.
+    `columns` are names of INDEX_SCHEMA, None means all. Raises DataError naming the part that cannot be read, or tells
+    `broken` of it and goes on.
     """
     names = INDEX_SCHEMA.names if columns is None else list(columns)
     unknown = sorted(set(names) - set(INDEX_SCHEMA.names))
@@ -122,7 +142,14 @@ def iter_parts(
     with ThreadPoolExecutor(8) as pool:  # they wait for the storage, not for a processor
         while batch := list(itertools.islice(paths, 32)):
             for path, data in zip(batch, pool.map(store.get, batch), strict=True):
-                yield path, _read_part(f"{store.uri}/{path}", data, target, profile, names)
+                try:
+                    table = _read_part(f"{store.uri}/{path}", data, target, profile, names)
+                except DataError as error:
+                    if broken is None:
+                        raise
+                    broken(path, error)
+                    continue
+                yield path, table
 
 
 def read_rows(store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None) -> pa.Table:

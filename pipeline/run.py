@@ -9,6 +9,7 @@ import functools
 import importlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from pipeline.choice import choose
 from pipeline.committed import Committed, find_committed
 from pipeline.corpus import list_corpus
 from pipeline.estimate import estimate
+from pipeline.heal import computed
+from pipeline.lease import at_work
 from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
 from pipeline.options import Options, Verify, scale_mode
 from pipeline.paths import MARKER, profile_path
@@ -93,7 +96,7 @@ def run(options: Options, consoles: Consoles) -> int:
     for note in prepared.notes:
         say(consoles.notes, note)
     try:
-        with ray_runtime.connected(options.actors) as cluster:
+        with ray_runtime.connected(options.actors) as cluster, _lease(prepared):
             return _run(prepared, cluster, consoles)
     except Exception as error:
         ours = ray_runtime.our_error(error)
@@ -141,6 +144,11 @@ def prepare(options: Options) -> Prepared:
     return Prepared(options, job, config, files, choice.rope_regime, weight_bytes, stored, choice.notes)
 
 
+def _lease(prepared: Prepared) -> AbstractContextManager[None]:
+    """So that a collection knows of this job, which is about to use what nothing in the store uses yet."""
+    return nullcontext() if prepared.options.dry_run else at_work(prepared.job.store)
+
+
 def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
     options, job = prepared.options, prepared.job
     start = time.monotonic()
@@ -165,7 +173,13 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
             job = _calibrate(prepared, sources, pools, device, consoles)
             # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
             before, plan = _plan(job, admitted.prompts)
-        results = _compute(job, plan, before, pools, device, consoles)
+        results, before, plan = computed(
+            job,
+            (before, plan),
+            lambda before, plan: _compute(job, plan, before, pools, device, consoles),
+            lambda: _plan(job, admitted.prompts),
+            lambda text: say(consoles.notes, text),
+        )
     if not plan.groups:
         say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
     return _finish(prepared, job, plan, admitted, before, results, time.monotonic() - start, consoles)

@@ -29,6 +29,22 @@ KEPT = "kept"  # stored and committed before; decoded only to continue from its 
 ALL = Verify(1.0)
 
 
+class OtherBits(DataError):
+    """A chunk is gone, and computed again it holds other bits than those that stored chunks follow from."""
+
+    def __init__(self, message: str, key: bytes = b"", digest: bytes = b"") -> None:
+        """key: the chunk's; digest: that of the chain's bits it had."""
+        super().__init__(message, key, digest)
+
+    @property
+    def chunk(self) -> tuple[bytes, bytes]:
+        """Key, and the digest of the chain's bits up to and with the chunk, as they were."""
+        return self.args[1], self.args[2]
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 @dataclass(frozen=True)
 class Job:
     """What every actor of a job is told. Secrets are not among it: tenants are named by a hash of their salt."""

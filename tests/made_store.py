@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import codec
 from pipeline.actors import EncodeActor, VerifyActor
 from pipeline.calibration import Calibrator, choose_sample, find_profile, offer_profile
-from pipeline.committed import find_committed
+from pipeline.committed import Committed, find_committed
+from pipeline.encode import ChainEncoder
+from pipeline.heal import computed
+from pipeline.lease import at_work
 from pipeline.options import Options
+from pipeline.paths import blob_path
 from pipeline.plan import Plan, Prompt, admit, make_plan
 from pipeline.prompts import Tokenise, Tokenising, split_rows
 from pipeline.run import Prepared, prepare
 from pipeline.store import Store
+from pipeline.target import Target
 from pipeline.work import Device, GroupResult, Job, make_group
 
 CHUNK = 32
@@ -88,6 +97,7 @@ class Made:
     job: Job
     plan: Plan
     results: list[GroupResult]
+    notes: list[str]
 
     @property
     def store(self) -> Store:
@@ -99,26 +109,83 @@ class Made:
         (found,) = (p for p in self.plan.prompts if (p.id, p.tenant) == (name, tenant))
         return found.all_keys()
 
+    def path(self, name: str, index: int) -> str:
+        """Path of a prompt's chunk."""
+        return blob_path(self.job.target, self.job.profile, self.keys(name)[index])
+
+    def computed(self) -> int:
+        """Tokens that the last run put through the target."""
+        return sum(result.target_tokens for result in self.results)
+
+    def copy(self, folder: Path) -> Made:
+        """The same in another folder."""
+        shutil.copytree(self.store.uri.removeprefix("file://"), folder / "store")
+        return replace(self, job=replace(self.job, store=Store.open(str(folder / "store"))))
+
 
 def make(options: Options, encoder: type[EncodeActor] = EncodeActor) -> Made:
     """Run the job on the options' corpus and store."""
     prepared = prepare(options)
     prompts = tokenise(prepared)
     job = with_profile(prepared.job, prompts)
-    before = find_committed(job, {key for prompt in prompts for key in prompt.all_keys()})
-    plan = make_plan(prompts, CHUNK, stored=frozenset(before.figures), lost=frozenset(before.lost))
-    encode, verify = (kind(job, DEVICE, Silent()) for kind in (encoder, VerifyActor))  # type: ignore[arg-type]
-    results = [
-        GroupResult.from_json(text)
-        for group in plan.groups
-        for out in encode({"group": [make_group(group, plan.stored, before.lost).to_json()]})
-        for again in verify({"result": out["result"]})
-        for text in again["result"]
-    ]
+    notes: list[str] = []
+
+    def compute(before: Committed, plan: Plan) -> list[GroupResult]:
+        encode, verify = (kind(job, DEVICE, Silent()) for kind in (encoder, VerifyActor))  # type: ignore[arg-type]
+        return [
+            GroupResult.from_json(text)
+            for group in plan.groups
+            for out in encode({"group": [make_group(group, plan.stored, before.lost).to_json()]})
+            for again in verify({"result": out["result"]})
+            for text in again["result"]
+        ]
+
+    with at_work(job.store):
+        results, _, plan = computed(job, planned(job, prompts), compute, lambda: planned(job, prompts), notes.append)
     assert not any(result.failed for result in results)
-    return Made(job, plan, results)
+    return Made(job, plan, results, notes)
+
+
+def planned(job: Job, prompts: list[Prompt]) -> tuple[Committed, Plan]:
+    """What is stored of these prompts, and what is to do."""
+    before = find_committed(job, {key for prompt in prompts for key in prompt.all_keys()})
+    return before, make_plan(prompts, CHUNK, stored=frozenset(before.figures), lost=frozenset(before.lost))
+
+
+class ShakenTarget(Target):
+    """The same model on other hardware: last bits of K differ."""
+
+    def prefill(self, cache: Any, token_ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        first = self.length(cache)
+        layers = [
+            ((key.view(torch.int16) ^ 1).view(key.dtype), value) for key, value in super().prefill(cache, token_ids)
+        ]
+        self.replace(cache, first, layers)
+        return layers
+
+
+class ShakenActor(EncodeActor):
+    """An encode actor on that hardware."""
+
+    def _loaded(self) -> ChainEncoder:
+        encoder = super()._loaded()
+        encoder._target.__class__ = ShakenTarget
+        return encoder
 
 
 def files(store: Store) -> dict[str, bytes]:
     """Everything in a store."""
     return {path: store.get(path) for path in store.list()}
+
+
+def overwrite(store: Store, path: str, data: bytes) -> None:
+    """Put other bytes in an object's place."""
+    store.delete(path)
+    store.put_new(path, data)
+
+
+def make_old(store: Store, hours: float = 48) -> None:
+    """Everything in a local store was written so long ago."""
+    then = time.time() - hours * 3600
+    for path in Path(store.uri.removeprefix("file://")).rglob("*"):
+        os.utime(path, (then, then))
