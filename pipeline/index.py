@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from codec.errors import DataError
 from pipeline.paths import index_path, index_prefix
-from pipeline.store import Store
+from pipeline.store import ObjectMissing, Store
 
 FORMAT = 1
 
@@ -141,7 +141,9 @@ def iter_parts(
     paths = (path for path in store.list(index_prefix(target, profile)) if path.endswith(".parquet"))
     with ThreadPoolExecutor(8) as pool:  # they wait for the storage, not for a processor
         while batch := list(itertools.islice(paths, 32)):
-            for path, data in zip(batch, pool.map(store.get, batch), strict=True):
+            for path, data in zip(batch, pool.map(lambda path: _get(store, path), batch), strict=True):
+                if data is None:  # merged into another part since it was listed, or written again without some rows
+                    continue
                 try:
                     table = _read_part(f"{store.uri}/{path}", data, target, profile, names)
                 except DataError as error:
@@ -150,6 +152,11 @@ def iter_parts(
                     broken(path, error)
                     continue
                 yield path, table
+
+
+def read_part(store: Store, path: str, target: bytes, profile: bytes) -> pa.Table:
+    """All columns of one part. Raises ObjectMissing, StorageError, and DataError where it cannot be read."""
+    return _read_part(f"{store.uri}/{path}", store.get(path), target, profile, INDEX_SCHEMA.names)
 
 
 def read_rows(store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None) -> pa.Table:
@@ -165,6 +172,13 @@ def committed_keys(store: Store, target: bytes, profile: bytes) -> set[bytes]:
     for _, table in iter_parts(store, target=target, profile=profile, columns=["key"]):
         keys.update(table["key"].to_pylist())
     return keys
+
+
+def _get(store: Store, path: str) -> bytes | None:
+    try:
+        return store.get(path)
+    except ObjectMissing:
+        return None
 
 
 def _schema(names: Sequence[str]) -> pa.Schema:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from codec import profile
@@ -121,12 +122,15 @@ class Options:
         Raises:
             UserError: the variable is unset or empty. The salt itself is never part of a message.
         """
-        if self.salt_env is None:
-            return b""
-        value = os.environ.get(self.salt_env, "")
-        if not value:
-            raise UserError(f"the environment variable {self.salt_env} that --salt-env names is unset or empty")
-        return value.encode()
+        return b"" if self.salt_env is None else read_salt(self.salt_env, os.environ)
+
+
+def read_salt(name: str, environment: Mapping[str, str]) -> bytes:
+    """The salt in the variable of this name. Raises UserError where there is none; the salt is in no message."""
+    value = environment.get(name, "")
+    if not value:
+        raise UserError(f"the environment variable {name} that --salt-env names is unset or empty")
+    return value.encode()
 
 
 def check_window(window: int | None) -> None:

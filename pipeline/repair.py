@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from codec.errors import StorageError
-from pipeline.audit import DELETE, DROP, ORPHANED, QUARANTINE, Audit
+from pipeline import index
+from pipeline.audit import DELETE, DROP, QUARANTINE, Audit, Fault
 from pipeline.catalogue import Generation
 from pipeline.lease import exclusive, running_jobs
-from pipeline.paths import BY_CONFIG, PROFILES
+from pipeline.paths import BY_CONFIG, PROFILES, parse_blob_path
 from pipeline.removal import drop_chunks, put_aside
 from pipeline.store import ObjectMissing, Store
 
@@ -29,11 +30,14 @@ def repair(found: Audit, tell: Callable[[str], None]) -> int:
     store, done = found.store, 0
     with exclusive(store):
         busy = running_jobs(store, found.grace)
+        committed: dict[tuple[bytes, bytes], set[bytes]] = {}
         for fault in found.faults:
             if fault.remedy == QUARANTINE:
                 done += _aside(store, fault.path, tell)
             elif fault.remedy == DELETE and busy:
                 tell(f"left alone while {busy} job(s) run: {fault.path}")
+            elif fault.remedy == DELETE and _is_committed(store, fault, committed):
+                tell(f"left alone, as it has been committed: {fault.path}")
             elif fault.remedy == DELETE:
                 store.delete(fault.path)
                 tell(f"deleted: {fault.path}")
@@ -41,6 +45,14 @@ def repair(found: Audit, tell: Callable[[str], None]) -> int:
         done += _drop(found, tell)
         done += _unname(found, tell)
     return done
+
+
+def _is_committed(store: Store, fault: Fault, known: dict[tuple[bytes, bytes], set[bytes]]) -> bool:
+    """Whether an orphan has a row by now."""
+    target, profile, key = parse_blob_path(fault.path)
+    if (target, profile) not in known:
+        known[target, profile] = index.committed_keys(store, target, profile)
+    return key in known[target, profile]
 
 
 def _aside(store: Store, path: str, tell: Callable[[str], None]) -> int:
@@ -81,8 +93,3 @@ def _unname(found: Audit, tell: Callable[[str], None]) -> int:
             tell(f"deleted: {path}, which names a profile that cannot be used; the next run of the job calibrates")
             done += 1
     return done
-
-
-def young(found: Audit) -> int:
-    """How many orphans are left because a job may be about to commit them."""
-    return sum(fault.kind == ORPHANED and fault.remedy != DELETE for fault in found.faults)

@@ -1,6 +1,5 @@
 """The Parquet index on a local store, and the layout of paths."""
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "ideal_bits_k": 7100.5,
         "ideal_bits_v": None,
         "escapes": 0,
-        "layer_checksums": os.urandom(64),
+        "layer_checksums": number.to_bytes(64, "big"),
         "parent_digest": bytes(16),
         "chain_digest": number.to_bytes(16, "big"),
         "tenant": "",
