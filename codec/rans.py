@@ -92,20 +92,21 @@ class Decoder:
                 f"A bitstream of {len(stream)} bytes cannot be one of {lanes} states and 32-bit words; the blob is corrupt."
             )
         self.states: States = np.frombuffer(stream, "<u8", lanes).astype(np.uint64)
-        self.words: Words = np.frombuffer(stream, "<u4", offset=8 * lanes).astype(np.uint32, copy=False)
+        # one zero more: it is read where there is no word any more
+        self.words: Words = np.frombuffer(stream + bytes(4), "<u4", offset=8 * lanes).astype(np.uint32, copy=False)
         self.at = np.zeros(1, np.int64)  # the next word
         if bool((self.states < LOW).any()) or bool((self.states >= 1 << 63).any()):
             raise CorruptBlob("A bitstream's states are out of range; the blob is corrupt.")
 
     def check(self) -> None:
         """Raise CorruptBlob where more words were asked for than there are."""
-        if self.at[0] > len(self.words):
+        if self.at[0] >= len(self.words):
             raise CorruptBlob("A bitstream ends before its tensors do; the blob is corrupt.")
 
     def finish(self) -> None:
         """Raise CorruptBlob unless every bit was used."""
         self.check()
-        if self.at[0] != len(self.words) or bool((self.states != LOW).any()):
+        if self.at[0] != len(self.words) - 1 or bool((self.states != LOW).any()):
             raise CorruptBlob("A bitstream holds more than its tensors need; the blob is corrupt.")
 
 

@@ -76,7 +76,16 @@ class Row(NamedTuple):
 
 def new_row(count: int) -> Row:
     """Room for rows of up to `count` scalars."""
-    return Row(np.empty((5, count), np.int64), np.empty(count))
+    return Row(np.empty((7, count), np.int64), np.empty(count))
+
+
+_AT, _START, _GRID, _RECIPROCAL, _CELL, _LOW, _HIGH = range(7)
+
+
+@inlined
+def unsigned(i: int) -> Any:
+    """An index that is not negative: signed ones are asked whether they count from the end, which costs as much as the access."""
+    return np.uint64(i)
 
 
 @inlined
@@ -123,15 +132,15 @@ def below(n: int, start: int, at: int, reciprocal: int, t: Numbers, edges: Ints,
         return np.int64(0)
     if n >= start + WINDOW:
         return np.int64(ESCAPE_START)
-    distance = min(max(edges[n + t.limit] - at, -FAR), FAR)
+    distance = min(max(edges[unsigned(n + t.limit)] - at, -FAR), FAR)
     z = min(max((distance * reciprocal) >> _SHIFT, -TABLE_REACH), TABLE_REACH)
-    return np.int64(fine[z + TABLE_REACH]) + (n - start)
+    return np.int64(fine[unsigned(z + TABLE_REACH)]) + (n - start)
 
 
 @inlined
 def _guess(slot: int, at: int, near: float, t: Numbers, fine: Fine) -> Any:
     """A cell near the one in which a slot lies. Any answer will do; this one is right most of the time."""
-    z = fine[INVERSE + (slot >> _INDEX)]
+    z = fine[unsigned(INVERSE + (slot >> _INDEX))]
     position = np.float64(at) + np.float64(z) * near
     y = abs(position) * (1.0 / (1 << FRACTION))
     top = np.int64(1) << t.mantissa
@@ -144,28 +153,31 @@ def _guess(slot: int, at: int, near: float, t: Numbers, fine: Fine) -> Any:
 
 
 @inlined
-def _word(words: Words, k: int) -> Any:
-    """The next word; zeros past the end, where the place goes on counting."""
-    return np.uint64(words[k]) if k < words.shape[0] else np.uint64(0)
+def _without(x: np.uint64, start: int, freq: int, word: np.uint32) -> Any:
+    """(a state without a symbol that was found in it, and with the next word if it needs one; whether it did)."""
+    y = taken(x, start, freq)
+    need = y < _LOW
+    return ((y << _WORD) | np.uint64(word) if need else y), np.int64(need)
 
 
 @inlined
+def _equal(x: np.uint64, bits: int) -> Any:
+    """Which of 2**bits equally likely values a state holds."""
+    return np.int64(x & _SLOTS) >> (PRECISION - bits)
+
+
+@compiled
+def _read_bits(bits: int, lane: int, states: States, words: Words, k: int) -> Any:
+    """(a value all of whose 2**bits are equally likely, place of the next word)."""
+    value, size = _equal(states[lane], bits), 1 << (PRECISION - bits)
+    return value, _take(value * size, size, lane, states, words, k)
+
+
+@compiled
 def _take(start: int, freq: int, lane: int, states: States, words: Words, k: int) -> Any:
     """Take a symbol that was found out of a lane's state. Returns the place of the next word."""
-    x = taken(states[lane], start, freq)
-    if x < _LOW:
-        x = (x << _WORD) | _word(words, k)
-        k += 1
-    states[lane] = x
-    return k
-
-
-@inlined
-def _read_bits(bits: int, lane: int, states: States, words: Words, k: int) -> Any:
-    """(a value all of whose 2**bits are equally likely, place of the next word); of no bits: 0, and nothing happens."""
-    value = np.int64(states[lane] & _SLOTS) >> (PRECISION - bits)
-    size = 1 << (PRECISION - bits)
-    return value, _take(value * size, size, lane, states, words, k)
+    states[lane], need = _without(states[lane], start, freq, words[min(k, words.shape[0] - 1)])
+    return k + need
 
 
 @inlined
@@ -174,29 +186,12 @@ def deep_size(grid: int, t: Numbers) -> Any:
 
 
 @inlined
-def _find(slot: int, start: int, at: int, reciprocal: int, near: float, t: Numbers, edges: Ints, fine: Fine) -> Any:
-    """(cell n, slots below it, slots below the next) of a slot that is no escape's."""
-    n = min(max(_guess(slot, at, near, t, fine), start), start + WINDOW - 1)
-    low = below(n, start, at, reciprocal, t, edges, fine)
-    high = below(n + 1, start, at, reciprocal, t, edges, fine)
-    while slot < low:
-        n -= 1
-        high = low
-        low = below(n, start, at, reciprocal, t, edges, fine)
-    while slot >= high:
-        n += 1
-        low = high
-        high = below(n + 1, start, at, reciprocal, t, edges, fine)
-    return n, low, high
-
-
-@inlined
 def _pattern(n: int, fraction: int, grid: int, t: Numbers, fine: Fine) -> Any:
     """cells.pattern_of: cell n with m >= 1, and the bits within it."""
     m = -1 - n if n < 0 else n
     sign = np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0)
     top = np.int64(1) << t.mantissa
-    log = np.int64(fine[LOGS + (top if m > top else m)])
+    log = np.int64(fine[unsigned(LOGS + (top if m > top else m))])
     single = ((grid + t.mantissa - t.emin + 1) << t.mantissa) + m - top
     linear = ((grid + log - t.emin + 1) << t.mantissa) | ((m << (t.mantissa - log)) & (top - 1)) | fraction
     return sign | (single if m >= top else linear)
@@ -207,10 +202,10 @@ def raw_bits(n: int, t: Numbers, fine: Fine) -> Any:
     """cells.raw_bits of a cell with m >= 1."""
     m = -1 - n if n < 0 else n
     top = np.int64(1) << t.mantissa
-    return t.mantissa - np.int64(fine[LOGS + (top if m > top else m)])
+    return t.mantissa - np.int64(fine[unsigned(LOGS + (top if m > top else m))])
 
 
-@inlined
+@compiled
 def _read_binade(lane: int, grid: int, t: Numbers, fine: Fine, states: States, words: Words, k: int) -> Any:
     sums = ZERO + min(grid - t.emin, BINADES) * (BINADES + 2)
     slot, b = np.int64(states[lane] & _SLOTS), 0
@@ -219,7 +214,7 @@ def _read_binade(lane: int, grid: int, t: Numbers, fine: Fine, states: States, w
     return b, _take(fine[sums + b], fine[sums + b + 1] - fine[sums + b], lane, states, words, k)
 
 
-@inlined
+@compiled
 def _read_offset(b: int, lane: int, grid: int, t: Numbers, states: States, words: Words, k: int) -> Any:
     """Stage 3: (ordinal of a scalar in cell 0, place of the next word)."""
     if b < BINADES:
@@ -237,9 +232,8 @@ def _read_odd(
     begin: int, count: int, place: Ints, t: Numbers, fine: Fine, states: States, words: Words, k: int, out: Ints
 ) -> Any:
     """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0."""
-    cells = place[4]
     for lane in range(count):
-        i, n = begin + lane, cells[lane]
+        i, n = begin + lane, place[4, lane]
         if n == place[1, i] + WINDOW:
             out[i], k = _read_bits(t.bits, lane, states, words, k)
         elif n == 0 or n == -1:
@@ -248,11 +242,62 @@ def _read_odd(
             value, k = _read_bits(raw_bits(n, t, fine), lane, states, words, k)
             out[i] = _pattern(n, value, place[2, i], t, fine)
     for lane in range(count):
-        i, n = begin + lane, cells[lane]
+        i, n = begin + lane, place[4, lane]
         if (n == 0 or n == -1) and n != place[1, i] + WINDOW:
             ordinal, k = _read_offset(out[i], lane, place[2, i], t, states, words, k)
             out[i] = ordinal | (np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0))
     return k
+
+
+# Loops and arrays stay in one function here: where a loop's helper took arrays, compiled code would count references to them.
+@compiled
+def _read_cells(
+    begin: int,
+    count: int,
+    place: Ints,
+    near: Floats,
+    t: Numbers,
+    edges: Ints,
+    fine: Fine,
+    states: States,
+    words: Words,
+    k: int,
+) -> Any:
+    """Stage 1 of one scalar a lane: cells to place[4], start + WINDOW for an escape. Returns the next word's place, and whether any is odd."""
+    # one loop for each step: a processor then has several lanes in flight
+    odd, last = False, words.shape[0] - 1
+    for lane in range(count):
+        i = begin + lane
+        slot, start = np.int64(states[lane] & _SLOTS), place[_START, i]
+        place[_CELL, lane] = min(max(_guess(slot, place[_AT, i], near[i], t, fine), start), start + WINDOW - 1)
+    for lane in range(count):
+        i, n = begin + lane, place[_CELL, lane]
+        start, at, reciprocal = place[_START, i], place[_AT, i], place[_RECIPROCAL, i]
+        place[_LOW, lane] = below(n, start, at, reciprocal, t, edges, fine)
+        place[_HIGH, lane] = below(n + 1, start, at, reciprocal, t, edges, fine)
+    for lane in range(count):
+        i, x = begin + lane, states[lane]
+        slot, start, n = np.int64(x & _SLOTS), place[_START, i], place[_CELL, lane]
+        low, high = place[_LOW, lane], place[_HIGH, lane]
+        if slot < low or slot >= high:
+            if slot >= ESCAPE_START:
+                n, low, high = start + WINDOW, np.int64(ESCAPE_START), np.int64(1 << PRECISION)
+                odd = True
+            else:
+                at, reciprocal = place[_AT, i], place[_RECIPROCAL, i]
+                while slot < low:
+                    n -= 1
+                    high = low
+                    low = below(n, start, at, reciprocal, t, edges, fine)
+                while slot >= high:
+                    n += 1
+                    low = high
+                    high = below(n + 1, start, at, reciprocal, t, edges, fine)
+            place[_CELL, lane] = n
+        odd |= n == 0 or n == -1
+        states[lane], need = _without(x, low, high - low, words[min(k, last)])
+        k += need
+    return k, odd
 
 
 @compiled
@@ -267,28 +312,26 @@ def read_row(
     words_at: Ints,
     out: Ints,
 ) -> None:
-    """The patterns of a placed row's scalars, as many as `out` has, from a stream at its place."""
-    lanes, cells, k = states.shape[0], place[4], words_at[0]
+    """The patterns of a placed row's scalars, as many as `out` has, from a stream at its place; past its end zeros are read."""
+    lanes, k, last = states.shape[0], words_at[0], words.shape[0] - 1
     for begin in range(0, out.shape[0], lanes):
-        count, odd = min(lanes, out.shape[0] - begin), False
-        for lane in range(count):
-            i = begin + lane
-            slot, start = np.int64(states[lane] & _SLOTS), place[1, i]
-            n, low, high = start + WINDOW, np.int64(ESCAPE_START), np.int64(1 << PRECISION)
-            if slot < ESCAPE_START:
-                n, low, high = _find(slot, start, place[0, i], place[3, i], near[i], t, edges, fine)
-                odd |= n == 0 or n == -1
-            else:
-                odd = True
-            k = _take(low, high - low, lane, states, words, k)
-            cells[lane] = n
+        count = min(lanes, out.shape[0] - begin)
+        k, odd = _read_cells(begin, count, place, near, t, edges, fine, states, words, k)
         if odd:
             k = _read_odd(begin, count, place, t, fine, states, words, k, out)
         else:
             for lane in range(count):
-                i, n = begin + lane, cells[lane]
-                value, k = _read_bits(raw_bits(n, t, fine), lane, states, words, k)
-                out[i] = _pattern(n, value, place[2, i], t, fine)
+                bits = raw_bits(place[_CELL, lane], t, fine)
+                place[_LOW, lane] = 0
+                if bits > 0:
+                    x = states[lane]
+                    value, size = _equal(x, bits), 1 << (PRECISION - bits)
+                    states[lane], need = _without(x, value * size, size, words[min(k, last)])
+                    k += need
+                    place[_LOW, lane] = value
+            for lane in range(count):
+                i = begin + lane
+                out[i] = _pattern(place[_CELL, lane], place[_LOW, lane], place[_GRID, i], t, fine)
         if t.raw:
             for lane in range(count):
                 low, k = _read_bits(t.raw, lane, states, words, k)
