@@ -59,7 +59,8 @@ class Kept:
         scales = None
         if number_format(cache).coarse:
             found = functools.reduce(np.maximum, [largest(target, ids, chunk) for ids in train])
-            scales = CacheScales.calibrated(mode, found, number_format(cache))
+            scales = CacheScales.calibrated("head" if mode == "head" else "tensor", found, number_format(cache))
+            scales = CacheScales.none(*found.shape[::2]) if mode == "none" else scales
         self.target: Target = target.with_cache(cache, scales)
         rung = Rung(kind, loop)
         self.predictor = rung.build(self.target, rung.ranges(self.target, train) if rung.calibrated else None, train)

@@ -14,7 +14,7 @@ from codec.errors import DataError, StorageError, UserError
 from codec.formats import number_format
 from codec.keys import chunk_keys, root_key
 from pipeline import index
-from pipeline.paths import parse_index_path, target_index_prefix
+from pipeline.paths import parse_index_path, predictor_path, profile_path, target_index_prefix
 from pipeline.store import Store
 from pipeline.work import load_profile
 
@@ -89,6 +89,12 @@ class Catalogue:
 
     def __len__(self) -> int:
         return sum(len(rows.chunks) for rows in self._rows.values())
+
+    def predictor_bytes(self) -> int:
+        """Size of the largest stored predictor and profile that its chunks need. Raises StorageError."""
+        pairs = {(g.predictor, g.profile) for g in self._rows}
+        sizes = [self.store.size(predictor_path(a)) + self.store.size(profile_path(b)) for a, b in pairs]
+        return max(sizes, default=0)
 
     def refresh(self) -> bool:
         """Read the parts that were committed since; whether there were any. Raises DataError, StorageError."""

@@ -6,7 +6,7 @@ That fixes the prefix's length: it ends before the first chunk that is corrupt, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -42,21 +42,21 @@ class Decoder:
         codec.check_known_answer(predictor, profile)
         return Decoder(predictor, profile)
 
-    @property
-    def independent(self) -> bool:
-        """Whether any chunk decodes without those before it."""
-        return isinstance(self.predictor, codec.ModelFree)
-
 
 @dataclass(frozen=True)
 class Prefix:
-    """Checked chunks of one prompt. ids: int64 [tokens]; end: why it is no longer, "" where it covers all that was asked for."""
+    """Checked chunks of one prompt. ids: int64 [tokens]; end: why it is no longer, "" where it covers all that was asked for.
 
+    damaged: whether it is short of what the index says is stored.
+    """
+
+    store: str  # its URI, for messages
     generation: Generation
     ids: torch.Tensor
     chunks: tuple[Chunk, ...]
     blobs: tuple[bytes, ...]
     end: str = ""
+    damaged: bool = False
 
     @property
     def tokens(self) -> int:
@@ -84,11 +84,15 @@ class Prefix:
         ids = self.ids[begin : begin + sum(chunk.tokens for chunk in chunks)]
         return codec.PrefixTask(state, ids, self.blobs[part], self.identities()[part])
 
-    def first(self, chunks: int, end: str) -> Prefix:
-        """The prefix of the first chunks, and why it ends there."""
+    def place(self, number: int) -> str:
+        """Where a chunk's blob lies."""
+        return f"{self.store}/{blob_path(self.generation.target, self.generation.profile, self.chunks[number].key)}"
+
+    def first(self, chunks: int) -> Prefix:
+        """The prefix of the first chunks, because the next one is not right."""
         kept = self.chunks[:chunks]
         tokens = sum(chunk.tokens for chunk in kept)
-        return replace(self, ids=self.ids[:tokens], chunks=kept, blobs=self.blobs[:chunks], end=end)
+        return replace(self, ids=self.ids[:tokens], chunks=kept, blobs=self.blobs[:chunks], damaged=True)
 
 
 def read_prefix(store: Store, match: Match, decoder: Decoder, ids: Ids) -> Prefix:
@@ -114,8 +118,10 @@ def read_prefix(store: Store, match: Match, decoder: Decoder, ids: Ids) -> Prefi
             break
         blobs.append(blob)
         parent = chunk.digest
-    whole = Prefix(match.generation, torch.from_numpy(ids[: match.tokens].copy()), match.chunks, tuple(blobs), end)
-    return whole if len(blobs) == len(match.chunks) else whole.first(len(blobs), end)
+    whole = Prefix(
+        store.uri, match.generation, torch.from_numpy(ids[: match.tokens].copy()), match.chunks, tuple(blobs), end
+    )
+    return whole if len(blobs) == len(match.chunks) else whole.first(len(blobs))
 
 
 def check_chunk(generation: Generation, decoder: Decoder, chunk: Chunk, parent: bytes, blob: bytes) -> None:
@@ -163,8 +169,3 @@ def _read(store: Store, match: Match) -> Iterator[bytes | None]:
 
 def _path(match: Match, chunk: Chunk) -> str:
     return blob_path(match.generation.target, match.generation.profile, chunk.key)
-
-
-def total_tokens(chunks: Sequence[Chunk]) -> int:
-    """How many tokens chunks cover."""
-    return sum(chunk.tokens for chunk in chunks)

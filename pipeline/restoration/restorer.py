@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 import codec
-from codec.errors import ChunkFailed, DataError, KnownAnswerMismatch, StorageError, UserError
+from codec.errors import ChunkFailed, DataError, KnownAnswerMismatch, UserError
 from codec.scales import CacheScales
-from pipeline.restoration.catalogue import Catalogue, Generation, Ids, token_array
+from pipeline.restoration.catalogue import Catalogue, Generation, Ids, Match, token_array
 from pipeline.restoration.prefix import Decoder, Prefix, read_prefix
 from pipeline.restoration.span import Range, Span
 from pipeline.restoration.targets import find_target
-from pipeline.store import Store
+from pipeline.store import ObjectMissing, Store
 from pipeline.target import check_device
 
 Pair = tuple[Tensor, Tensor]
@@ -57,6 +57,11 @@ class Restoration:
     def tokens(self) -> int:
         """How many tokens of the prompt come back."""
         return 0 if self._prefix is None else self._prefix.tokens
+
+    @property
+    def damaged(self) -> bool:
+        """Whether more of the prompt was stored than is still intact."""
+        return self._prefix is not None and self._prefix.damaged
 
     @property
     def prefix(self) -> Prefix:
@@ -157,8 +162,9 @@ class Restoration:
 
     def shorten(self, error: ChunkFailed) -> None:
         """Let the prefix end before the chunk that failed, and note why."""
-        self._prefix = self.prefix.first(error.chunk, str(error))
-        self.notes.append(f"the prefix ends after {self.tokens} tokens: {error}")
+        place = self.prefix.place(error.chunk)
+        self._prefix = self.prefix.first(error.chunk)
+        self.notes.append(f"the prefix ends after {self.tokens} tokens: {place}: {error}")
 
     def _chunk(self, prefix: Prefix, state: codec.PredictorState, number: int) -> list[Pair]:
         task, (first, end) = prefix.task(state, number, number + 1), self.span.layers
@@ -169,6 +175,57 @@ class Restoration:
             self.shorten(ChunkFailed(str(error), 0, number))
             raise
         return [(self.span.cut(k), self.span.cut(v)) for ((k, v),) in decoded[first:end]]
+
+
+class Workshop:
+    """Predictors of one store in this process, loaded at their first use; a few are kept. Needs neither index nor salt."""
+
+    def __init__(self, store: Store, device: str = "cpu") -> None:
+        """device: where predictors compute. Raises UserError where there is none."""
+        check_device(device)
+        self.store = store
+        self._device = device
+        self._decoders: OrderedDict[bytes, Decoder] = OrderedDict()
+
+    def open(
+        self, ids: Ids, matches: Sequence[Match], notes: Sequence[str] = (), layers: Range | None = None, heads: Range | None = None
+    ) -> Restoration:  # fmt: skip
+        """Of these stored prefixes of a prompt the longest one that is intact: a damaged long one may be shorter than another.
+
+        ids: the prompt's, int64 [T]; matches: the longest first. Raises as Restorer.restore.
+        """
+        said = list(notes)
+        best: Prefix | None = None
+        used: Decoder | None = None
+        for match in matches:
+            if best is not None and match.tokens <= best.tokens:
+                break
+            try:
+                decoder = self.decoder(match.generation)
+            except KnownAnswerMismatch:
+                raise
+            except (DataError, ObjectMissing) as error:
+                said.append(str(error))
+                continue
+            found = read_prefix(self.store, match, decoder, ids)
+            if best is None or found.tokens > best.tokens:
+                best, used = found, decoder
+        if best is None or used is None:
+            if said:
+                raise DataError("; ".join(said))
+            return Restoration(None, None, len(ids), ["nothing of the prompt is stored"], Span((0, 0), (0, 0)))
+        shape = used.predictor.config
+        span = Span.of(shape.layers, shape.kv_heads, layers, heads)
+        return Restoration(best, used, len(ids), [*said, *([best.end] if best.end else [])], span)
+
+    def decoder(self, generation: Generation) -> Decoder:
+        """Predictor and profile of a generation. Raises DataError, StorageError."""
+        if generation.profile not in self._decoders:
+            while len(self._decoders) >= LOADED:
+                self._decoders.popitem(last=False)
+            self._decoders[generation.profile] = Decoder.load(self.store, generation, self._device)
+        self._decoders.move_to_end(generation.profile)
+        return self._decoders[generation.profile]
 
 
 class Restorer:
@@ -187,12 +244,11 @@ class Restorer:
 
         Raises UserError, DataError, StorageError.
         """
-        check_device(device)
         self.store = Store.open(store, create=False) if isinstance(store, str) else store
+        self.workshop = Workshop(self.store, device)
         self.target = find_target(self.store, model, cache_dtype)
         self.catalogue = Catalogue(self.store, self.target)
-        self._salt, self._device = salt, device
-        self._decoders: OrderedDict[bytes, Decoder] = OrderedDict()
+        self._salt = salt
 
     def restore(
         self, tokens: Sequence[int] | Any, *, layers: Range | None = None, heads: Range | None = None
@@ -207,45 +263,8 @@ class Restorer:
             StorageError: the store cannot be read.
         """
         ids = token_array(tokens)
-        best, decoder, notes = self._longest(ids)
-        if best is None or decoder is None:
-            return Restoration(None, None, len(ids), notes, Span((0, 0), (0, 0)))
-        shape = decoder.predictor.config
-        span = Span.of(shape.layers, shape.kv_heads, layers, heads)
-        return Restoration(best, decoder, len(ids), [*notes, *([best.end] if best.end else [])], span)
-
-    def _longest(self, ids: Ids) -> tuple[Prefix | None, Decoder | None, list[str]]:
-        """Of all generations the longest prefix that is intact: a damaged long one may be shorter than an intact short one."""
         matches, notes = self.catalogue.find(ids, self._salt)
-        best: Prefix | None = None
-        used: Decoder | None = None
-        for match in matches:
-            if best is not None and match.tokens <= best.tokens:
-                break
-            try:
-                decoder = self.decoder(match.generation)
-            except KnownAnswerMismatch:
-                raise
-            except (DataError, StorageError) as error:
-                notes.append(str(error))
-                continue
-            found = read_prefix(self.store, match, decoder, ids)
-            if best is None or found.tokens > best.tokens:
-                best, used = found, decoder
-        if best is None and notes:
-            raise DataError("; ".join(notes))
-        if best is None:
-            notes.append("nothing of the prompt is stored")
-        return best, used, notes
-
-    def decoder(self, generation: Generation) -> Decoder:
-        """Predictor and profile of a generation. Raises DataError, StorageError."""
-        if generation.profile not in self._decoders:
-            while len(self._decoders) >= LOADED:
-                self._decoders.popitem(last=False)
-            self._decoders[generation.profile] = Decoder.load(self.store, generation, self._device)
-        self._decoders.move_to_end(generation.profile)
-        return self._decoders[generation.profile]
+        return self.workshop.open(ids, matches, notes, layers, heads)
 
 
 def restore(
