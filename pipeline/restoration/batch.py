@@ -66,7 +66,6 @@ class BatchRestorer:
     def __init__(self, workshop: Workshop, layers: Range | None = None, heads: Range | None = None) -> None:
         self._workshop, self._layers, self._heads = workshop, layers, heads
 
-    @torch.no_grad()
     def run(self, requests: Sequence[Request]) -> list[Outcome]:
         """One outcome a request, in their order. A prompt of which nothing is intact gets no file.
 

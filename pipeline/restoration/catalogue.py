@@ -96,6 +96,11 @@ class Catalogue:
         sizes = [self.store.size(predictor_path(a)) + self.store.size(profile_path(b)) for a, b in pairs]
         return max(sizes, default=0)
 
+    @property
+    def generations(self) -> list[Generation]:
+        """All that there is a chunk of, most chunks first."""
+        return sorted(self._rows, key=lambda g: -len(self._rows[g].chunks))
+
     def refresh(self) -> bool:
         """Read the parts that were committed since; whether there were any. Raises DataError, StorageError."""
         listed = self.store.list(target_index_prefix(self.target))
@@ -113,7 +118,7 @@ class Catalogue:
         """
         tenant = hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else ""
         found, notes = [], []
-        for generation, rows in self._rows.items():
+        for generation, rows in list(self._rows.items()):  # refreshed by another thread, perhaps
             if generation.tenant != tenant:
                 continue
             try:

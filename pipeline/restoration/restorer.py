@@ -10,12 +10,12 @@ Everything comes from the store: index, predictor, profile, blobs. Of the target
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import codec
@@ -112,10 +112,9 @@ class Restoration:
         task = self.prefix.task(self.decoder.predictor.new_state())
         decoding = codec.decode_prefixes(self.decoder.predictor, self.decoder.profile, [task])
         try:
-            with torch.no_grad():
-                for number, (pair,) in zip(range(end), decoding, strict=False):
-                    if number >= first:
-                        yield number, (self.span.cut(pair[0]), self.span.cut(pair[1]))
+            for number, (pair,) in zip(range(end), decoding, strict=False):
+                if number >= first:
+                    yield number, (self.span.cut(pair[0]), self.span.cut(pair[1]))
         except ChunkFailed as error:
             self.shorten(error)
             raise
@@ -169,8 +168,7 @@ class Restoration:
     def _chunk(self, prefix: Prefix, state: codec.PredictorState, number: int) -> list[Pair]:
         task, (first, end) = prefix.task(state, number, number + 1), self.span.layers
         try:
-            with torch.no_grad():
-                decoded = list(codec.decode_prefixes(self.decoder.predictor, self.decoder.profile, [task]))
+            decoded = list(codec.decode_prefixes(self.decoder.predictor, self.decoder.profile, [task]))
         except ChunkFailed as error:
             self.shorten(ChunkFailed(str(error), 0, number))
             raise
@@ -178,7 +176,10 @@ class Restoration:
 
 
 class Workshop:
-    """Predictors of one store in this process, loaded at their first use; a few are kept. Needs neither index nor salt."""
+    """Predictors of one store in this process, loaded at their first use; a few are kept. Needs neither index nor salt.
+
+    Threads may share it.
+    """
 
     def __init__(self, store: Store, device: str = "cpu") -> None:
         """device: where predictors compute. Raises UserError where there is none."""
@@ -186,6 +187,7 @@ class Workshop:
         self.store = store
         self._device = device
         self._decoders: OrderedDict[bytes, Decoder] = OrderedDict()
+        self._lock = threading.Lock()
 
     def open(
         self, ids: Ids, matches: Sequence[Match], notes: Sequence[str] = (), layers: Range | None = None, heads: Range | None = None
@@ -220,12 +222,13 @@ class Workshop:
 
     def decoder(self, generation: Generation) -> Decoder:
         """Predictor and profile of a generation. Raises DataError, StorageError."""
-        if generation.profile not in self._decoders:
-            while len(self._decoders) >= LOADED:
-                self._decoders.popitem(last=False)
-            self._decoders[generation.profile] = Decoder.load(self.store, generation, self._device)
-        self._decoders.move_to_end(generation.profile)
-        return self._decoders[generation.profile]
+        with self._lock:
+            if generation.profile not in self._decoders:
+                while len(self._decoders) >= LOADED:
+                    self._decoders.popitem(last=False)
+                self._decoders[generation.profile] = Decoder.load(self.store, generation, self._device)
+            self._decoders.move_to_end(generation.profile)
+            return self._decoders[generation.profile]
 
 
 class Restorer:
