@@ -80,10 +80,10 @@ def serve(given: dict[str, object]) -> int:
         raise UserError(f"serving needs Ray Serve ({error}); install ray[serve]") from error
 
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     console = Console(stderr=True)
     with served(ServeOptions(**given)) as address:  # type: ignore[arg-type]
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own, which abort
+            signal.signal(number, lambda *_: ended.set())
         console.print(f"serving on {address}", highlight=False, soft_wrap=True)
         while not ended.wait(0.5):
             pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 import os
 import socket
@@ -177,6 +178,7 @@ def _start(serve: Any, options: ServeOptions, target: str, device: str, threads:
         max_queued_requests=QUEUED,
         graceful_shutdown_timeout_s=5,
     )
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     serve.start(http_options={"host": options.host, "port": options.port}, proxy_location="HeadOnly")
     app = deployment.bind(options, target, device, threads, board)
     serve.run(
