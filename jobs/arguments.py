@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.options import CACHE_FORMATS, DEFAULT_FP8_SCALE, FP8_SCALES, LOOPS, Options
+from pipeline.options import CACHE_FORMATS, CODERS, DEFAULT_FP8_SCALE, FP8_SCALES, LOOPS, Options
 
 
 def add_loop(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,16 @@ def add_loop(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="the predictor attends to the first tokens and the last N (default: all)",
+    )
+
+
+def add_coder(parser: argparse.ArgumentParser) -> None:
+    """--coder."""
+    parser.add_argument(
+        "--coder",
+        default=Options.coder,
+        choices=CODERS,
+        help="what turns scalars into bits, fixed by calibration (default: %(default)s)",
     )
 
 

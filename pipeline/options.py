@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from codec import profile
+from codec import coders, profile
 from codec.errors import UserError
 from codec.formats import FORMATS
 from codec.predictor import MODEL_FREE
@@ -16,6 +16,7 @@ from codec.scales import SCALE_MODES
 PREDICTORS = (*KINDS, *MODEL_FREE)
 DEFAULT_PREDICTOR = "int8-a16"  # the fewest bits for what it costs, as measured by jobs/benchmark.py
 LOOPS = profile.LOOPS
+CODERS = coders.NAMES
 CACHE_FORMATS = tuple(FORMATS)
 FP8_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.coarse)
 FP8_SCALES = SCALE_MODES
@@ -63,6 +64,7 @@ class Options:
     store: str
     predictor: str | None = None  # the default one; `linear` for architectures that no predictor is written for
     loop: str = "closed"
+    coder: str = coders.DEFAULT
     window: int | None = None  # tokens that the predictor attends to besides the first few; None for all
     cache_dtype: str | None = None
     fp8_scale: str | None = None  # None: DEFAULT_FP8_SCALE where the cache is FP8
@@ -89,6 +91,7 @@ class Options:
         if self.predictor is not None:
             _one_of("--predictor", self.predictor, PREDICTORS)
         _one_of("--loop", self.loop, LOOPS)
+        _one_of("--coder", self.coder, CODERS)
         check_loop(self.predictor, self.loop, self.window)
         _one_of("--device", self.device, DEVICES)
         check_window(self.window)

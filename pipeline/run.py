@@ -127,6 +127,7 @@ def prepare(options: Options) -> Prepared:
         hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else "",
         verify=Verify.parse(options.verify),
         window=options.window,
+        coder=options.coder,
         scale_mode=scale_mode(cache_format, options.fp8_scale),
     )
     if job.scale_mode == "none":
