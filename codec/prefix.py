@@ -89,7 +89,8 @@ class _Chunk:
         try:
             given = DecodeTask(place, task.token_ids[self._span], task.blobs[chunk], task.identities[chunk])
             self._header = _check_blob(predictor, profile, given)
-            self._streams = blobs.streams(given.blob, self._header)
+            streams = blobs.streams(given.blob, self._header)
+            self._reader = profile.coder.reader(streams, profile.scalars(self._header.tokens))
         except BlobError as error:
             raise ChunkFailed(str(error), self.task, self._chunk) from error
 
@@ -98,8 +99,11 @@ class _Chunk:
         own_guess = guess[0][:, self._span], guess[1][:, self._span]
         own_turn = turn[0][self._span], turn[1][self._span]
         try:
-            part = self._profile.loop_codec.decode(layer, self._streams[layer], own_guess, own_turn, self._carry)
+            self._reader.layer()
+            part = self._profile.loop_codec.decode(layer, self._reader, own_guess, own_turn, self._carry)
             values = _checked(layer, part, self._header, self._profile.format)
+            if layer == len(self._header.layers) - 1:
+                self._reader.finish()
         except BlobError as error:
             raise ChunkFailed(str(error), self.task, self._chunk) from error
         self._carry = part.next.carry

@@ -230,25 +230,24 @@ def test_nothing_is_given_where_the_first_chunk_is_damaged(copied: Callable[[], 
         found.prefix.task(spoilt.predictor.new_state())
 
 
-def forge(path: Path, layer: int) -> None:
-    """Change a bitstream and mend the checksum of the blob: only the layer's own checksum can tell."""
+def forge(path: Path) -> None:
+    """Change a bitstream past its middle and mend the checksum of the blob: only the layers' own checksums can tell."""
     header = codec.read_header(path.read_bytes())
-    streams = blobs.streams(path.read_bytes(), header)
-    key, value = streams[layer]
-    streams[layer] = (bytes([key[0] ^ 0x55]) + key[1:], value)
-    path.write_bytes(blobs.pack(header, streams))
+    (stream,) = blobs.streams(path.read_bytes(), header)
+    at = len(stream) * 5 // 8
+    path.write_bytes(blobs.pack(header, [stream[:at] + bytes([stream[at] ^ 0x55]) + stream[at + 1 :]]))
 
 
 def test_a_chunk_that_decodes_wrongly_aborts_and_the_library_goes_on_with_less(copied: Callable[[], Kept]) -> None:
     spoilt = copied()
-    forge(spoilt.blob(PROMPT, 2), 1)
+    forge(spoilt.blob(PROMPT, 2))
     found = pipeline.restore(spoilt.store, hex_of(spoilt), PROMPT)
     assert found.tokens == len(PROMPT), "checksums of blobs are right, so it is seen only in decoding"
     got: list[int] = []
     with pytest.raises(ChunkFailed):
         for number, _ in found.layers():
             got.append(number)
-    assert got == [0] and found.tokens == 2 * CHUNK
+    assert got in ([0], [0, 1]) and found.tokens == 2 * CHUNK
     assert same(found.load(), spoilt.truth(PROMPT[: 2 * CHUNK]))
     again = pipeline.restore(spoilt.store, hex_of(spoilt), PROMPT)
     assert same(again.load(), spoilt.truth(PROMPT[: 2 * CHUNK])), "load retries by itself"

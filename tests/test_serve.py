@@ -95,7 +95,7 @@ def listening(process: subprocess.Popen[bytes], port: int) -> set[str]:
 def test_the_service_from_start_to_end(tiny_model: Path, tmp_path: Path, free_port: int) -> None:
     kept = Kept(tiny_model, tmp_path / "store", kind="static")
     kept.put({"prompt": PROMPT, "broken": BROKEN})
-    forge(kept.blob(BROKEN, 1), 2)
+    forge(kept.blob(BROKEN, 1))
     with serving(kept, free_port, tmp_path, "--concurrency", "3") as process:
         assert listening(process, free_port) == {LOOPBACK}
         status, data, headers = ask(free_port, [*PROMPT, 7])

@@ -199,7 +199,7 @@ def test_a_bearer_token(kept: Kept, free_port: int) -> None:
 
 
 def test_a_failure_after_the_first_layer_is_no_success_for_any_client(own: Kept, free_port: int) -> None:
-    forge(own.blob(PROMPT, 1), 2)
+    forge(own.blob(PROMPT, 1))
     with Server(own, free_port) as server:
         with server.asked({"token_ids": PROMPT}) as response:
             assert response.status == 200 and response.headers["x-kv-tokens"] == str(len(PROMPT))
