@@ -152,6 +152,8 @@ def served(options: ServeOptions) -> Iterator[str]:
     _check_port(options)
     # A replica cannot say what is wrong with the store, so it is looked at here before.
     Restorer(store, target)
+    # A busy machine needs more than the default five seconds to start the proxy; it would be ended and started for ever.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     with ray_runtime.connected(options.replicas) as cluster:
         ray_runtime.check_shared(cluster, store_is_local=store.is_local, shared_fs=options.shared_fs, uri=store.uri)
         device = ray_runtime.choose_device(options.device, cluster)
