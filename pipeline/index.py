@@ -115,6 +115,11 @@ def iter_parts(
                 yield path, _read_part(f"{store.uri}/{path}", data, target, profile, names)
 
 
+def read_part(store: Store, path: str, *, target: bytes, profile: bytes, columns: Sequence[str]) -> pa.Table:
+    """The rows of one part. Raises DataError, StorageError."""
+    return _read_part(f"{store.uri}/{path}", store.get(path), target, profile, list(columns))
+
+
 def read_rows(store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     """All rows of one target and profile, part after part; a key may come more than once. Raises as `iter_parts`."""
     tables = [table for _, table in iter_parts(store, target=target, profile=profile, columns=columns)]

@@ -124,12 +124,17 @@ class Options:
         Raises:
             UserError: the variable is unset or empty. The salt itself is never part of a message.
         """
-        if self.salt_env is None:
-            return b""
-        value = os.environ.get(self.salt_env, "")
-        if not value:
-            raise UserError(f"the environment variable {self.salt_env} that --salt-env names is unset or empty")
-        return value.encode()
+        return read_salt(self.salt_env)
+
+
+def read_salt(name: str | None) -> bytes:
+    """The salt in the environment variable of that name; empty where there is no name. Raises UserError as Options.salt."""
+    if name is None:
+        return b""
+    value = os.environ.get(name, "")
+    if not value:
+        raise UserError(f"the environment variable {name} that --salt-env names is unset or empty")
+    return value.encode()
 
 
 def check_window(window: int | None) -> None:

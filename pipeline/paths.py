@@ -30,6 +30,7 @@ DIGEST_BYTES = 32
 _MAX_COMPONENT = 255  # bytes: the limit of the usual local file systems
 _MAX_PATH = 800  # bytes: S3 allows 1,024 for the whole key, the prefix of the store included
 _SECRET = re.compile(r"key|secret|token|password|username|credential|session", re.IGNORECASE)
+_INDEX = re.compile(r"index/([0-9a-f]{64})/([0-9a-f]{64})/[0-9a-f]{64}\.parquet")
 _BLOB = re.compile(r"blobs/([0-9a-f]{64})/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{64})\.kv")
 
 
@@ -134,6 +135,19 @@ def index_path(target: bytes, profile: bytes, name: bytes) -> str:
 def index_prefix(target: bytes, profile: bytes) -> str:
     """Folder of all index parts of one target under one profile."""
     return f"index/{digest_hex(target, 'target fingerprint')}/{digest_hex(profile, 'profile id')}"
+
+
+def target_index_prefix(target: bytes) -> str:
+    """Folder of all index parts of one target, whatever the profile."""
+    return f"index/{digest_hex(target, 'target fingerprint')}"
+
+
+def parse_index_path(path: str) -> tuple[bytes, bytes]:
+    """(target, profile) of an index part's path; DataError where `path` is none that `index_path` makes."""
+    match = _INDEX.fullmatch(path)
+    if match is None:
+        raise DataError(f"{path!r:.300} is not the path of an index part")
+    return bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
 
 def current_path(model_name: str) -> str:
