@@ -70,7 +70,7 @@ ZERO = LOGS + (1 << 10) + 1
 class Row(NamedTuple):
     """Scratch of one row: where its scalars are expected."""
 
-    place: Ints  # [5, T]: position, start of the window, grid, reciprocal; the last for what the loops note
+    place: Ints  # [7, T]: position, start of the window, grid, reciprocal; the rest for what the loops note
     near: Floats  # [T]: distance of one table step, in units of w / 2**FRACTION
 
 
@@ -79,13 +79,8 @@ def new_row(count: int) -> Row:
     return Row(np.empty((7, count), np.int64), np.empty(count))
 
 
-_AT, _START, _GRID, _RECIPROCAL, _CELL, _LOW, _HIGH = range(7)
-
-
-@inlined
-def unsigned(i: int) -> Any:
-    """An index that is not negative: signed ones are asked whether they count from the end, which costs as much as the access."""
-    return np.uint64(i)
+# rows of a Row's place
+_AT, _START, _GRID, _RECIPROCAL, _CELL, _FROM, _TO = range(7)
 
 
 @inlined
@@ -132,15 +127,15 @@ def below(n: int, start: int, at: int, reciprocal: int, t: Numbers, edges: Ints,
         return np.int64(0)
     if n >= start + WINDOW:
         return np.int64(ESCAPE_START)
-    distance = min(max(edges[unsigned(n + t.limit)] - at, -FAR), FAR)
+    distance = min(max(edges[n + t.limit] - at, -FAR), FAR)
     z = min(max((distance * reciprocal) >> _SHIFT, -TABLE_REACH), TABLE_REACH)
-    return np.int64(fine[unsigned(z + TABLE_REACH)]) + (n - start)
+    return np.int64(fine[z + TABLE_REACH]) + (n - start)
 
 
 @inlined
 def _guess(slot: int, at: int, near: float, t: Numbers, fine: Fine) -> Any:
     """A cell near the one in which a slot lies. Any answer will do; this one is right most of the time."""
-    z = fine[unsigned(INVERSE + (slot >> _INDEX))]
+    z = fine[INVERSE + (slot >> _INDEX)]
     position = np.float64(at) + np.float64(z) * near
     y = abs(position) * (1.0 / (1 << FRACTION))
     top = np.int64(1) << t.mantissa
@@ -191,7 +186,7 @@ def _pattern(n: int, fraction: int, grid: int, t: Numbers, fine: Fine) -> Any:
     m = -1 - n if n < 0 else n
     sign = np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0)
     top = np.int64(1) << t.mantissa
-    log = np.int64(fine[unsigned(LOGS + (top if m > top else m))])
+    log = np.int64(fine[LOGS + (top if m > top else m)])
     single = ((grid + t.mantissa - t.emin + 1) << t.mantissa) + m - top
     linear = ((grid + log - t.emin + 1) << t.mantissa) | ((m << (t.mantissa - log)) & (top - 1)) | fraction
     return sign | (single if m >= top else linear)
@@ -202,7 +197,7 @@ def raw_bits(n: int, t: Numbers, fine: Fine) -> Any:
     """cells.raw_bits of a cell with m >= 1."""
     m = -1 - n if n < 0 else n
     top = np.int64(1) << t.mantissa
-    return t.mantissa - np.int64(fine[unsigned(LOGS + (top if m > top else m))])
+    return t.mantissa - np.int64(fine[LOGS + (top if m > top else m)])
 
 
 @compiled
@@ -233,7 +228,7 @@ def _read_odd(
 ) -> Any:
     """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0."""
     for lane in range(count):
-        i, n = begin + lane, place[4, lane]
+        i, n = begin + lane, place[_CELL, lane]
         if n == place[1, i] + WINDOW:
             out[i], k = _read_bits(t.bits, lane, states, words, k)
         elif n == 0 or n == -1:
@@ -242,7 +237,7 @@ def _read_odd(
             value, k = _read_bits(raw_bits(n, t, fine), lane, states, words, k)
             out[i] = _pattern(n, value, place[2, i], t, fine)
     for lane in range(count):
-        i, n = begin + lane, place[4, lane]
+        i, n = begin + lane, place[_CELL, lane]
         if (n == 0 or n == -1) and n != place[1, i] + WINDOW:
             ordinal, k = _read_offset(out[i], lane, place[2, i], t, states, words, k)
             out[i] = ordinal | (np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0))
@@ -263,7 +258,10 @@ def _read_cells(
     words: Words,
     k: int,
 ) -> Any:
-    """Stage 1 of one scalar a lane: cells to place[4], start + WINDOW for an escape. Returns the next word's place, and whether any is odd."""
+    """Stage 1 of one scalar a lane: cells to place[_CELL], start + WINDOW for an escape.
+
+    Returns the next word's place, and whether any scalar escaped or is in cell 0.
+    """
     # one loop for each step: a processor then has several lanes in flight
     odd, last = False, words.shape[0] - 1
     for lane in range(count):
@@ -273,12 +271,12 @@ def _read_cells(
     for lane in range(count):
         i, n = begin + lane, place[_CELL, lane]
         start, at, reciprocal = place[_START, i], place[_AT, i], place[_RECIPROCAL, i]
-        place[_LOW, lane] = below(n, start, at, reciprocal, t, edges, fine)
-        place[_HIGH, lane] = below(n + 1, start, at, reciprocal, t, edges, fine)
+        place[_FROM, lane] = below(n, start, at, reciprocal, t, edges, fine)
+        place[_TO, lane] = below(n + 1, start, at, reciprocal, t, edges, fine)
     for lane in range(count):
         i, x = begin + lane, states[lane]
         slot, start, n = np.int64(x & _SLOTS), place[_START, i], place[_CELL, lane]
-        low, high = place[_LOW, lane], place[_HIGH, lane]
+        low, high = place[_FROM, lane], place[_TO, lane]
         if slot < low or slot >= high:
             if slot >= ESCAPE_START:
                 n, low, high = start + WINDOW, np.int64(ESCAPE_START), np.int64(1 << PRECISION)
@@ -322,16 +320,16 @@ def read_row(
         else:
             for lane in range(count):
                 bits = raw_bits(place[_CELL, lane], t, fine)
-                place[_LOW, lane] = 0
+                place[_FROM, lane] = 0
                 if bits > 0:
                     x = states[lane]
                     value, size = _equal(x, bits), 1 << (PRECISION - bits)
                     states[lane], need = _without(x, value * size, size, words[min(k, last)])
                     k += need
-                    place[_LOW, lane] = value
+                    place[_FROM, lane] = value
             for lane in range(count):
                 i = begin + lane
-                out[i] = _pattern(place[_CELL, lane], place[_LOW, lane], place[_GRID, i], t, fine)
+                out[i] = _pattern(place[_CELL, lane], place[_FROM, lane], place[_GRID, i], t, fine)
         if t.raw:
             for lane in range(count):
                 low, k = _read_bits(t.raw, lane, states, words, k)

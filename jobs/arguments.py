@@ -1,10 +1,27 @@
-"""Options of command lines that several jobs share: how the predictor guesses, and what the cache is."""
+"""Options of command lines that several jobs share: how the predictor guesses, what the cache is, a store, a time."""
 
 from __future__ import annotations
 
 import argparse
+import re
 
 from pipeline.options import CACHE_FORMATS, CODERS, DEFAULT_FP8_SCALE, FP8_SCALES, LOOPS, Options
+
+GRACE = 24 * 3600.0  # seconds
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> float:
+    """A time such as 90, 90s, 15m, 24h or 7d, in seconds; argparse turns what this raises into a usage error."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip().lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 15m, 24h or 7d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """--store, of a store that exists."""
+    parser.add_argument("--store", required=True, metavar="URI", help="the store: a folder or s3://bucket/prefix")
 
 
 def add_loop(parser: argparse.ArgumentParser) -> None:

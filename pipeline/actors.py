@@ -24,7 +24,7 @@ from pipeline.encode import ChainEncoder, Stored
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.verify import ChainVerifier
-from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, load_predictor, load_profile
+from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
 
 
 class EncodeActor:
@@ -59,7 +59,9 @@ class EncodeActor:
             stored = encoder.prompt(ids, prompt.keys, group.todo, group.lost)
             # A chunk that is met again, because the actor came back to it, was written the first time.
             done = {chunk.key: chunk for chunk in stored} | done
-        rows = [self._row(c) for c in done.values() if c.key in group.todo and c.key not in group.lost]
+        owners = {key: prompt for prompt in group.prompts for key in prompt.keys}
+        new = [chunk for chunk in done.values() if chunk.key in group.todo and chunk.key not in group.lost]
+        rows = [self._row(chunk, owners[chunk.key]) for chunk in new]
         part = index.write_part(self._job.store, rows) if rows else ""
         return GroupResult(
             group.prompts,
@@ -94,7 +96,7 @@ class EncodeActor:
             ideal_bits_v=stats.ideal_bits_v if chunk.has_ideal else None,
         )
 
-    def _row(self, chunk: Stored) -> dict[str, Any]:
+    def _row(self, chunk: Stored, owner: PromptRef) -> dict[str, Any]:
         job = self._job
         figures = asdict(self._figures(chunk))
         del figures["outcome"]  # what became of the chunk in this run, not what it is
@@ -115,7 +117,8 @@ class EncodeActor:
             "layer_checksums": chunk.layer_checksums,
             "parent_digest": chunk.parent_digest,
             "chain_digest": chunk.chain_digest,
-            "tenant": job.tenant,
+            "tenant": owner.tenant,
+            "root_key": owner.root or None,
             "created": datetime.now(UTC),
             "host_arch": platform.machine(),
             "torch_version": torch.__version__,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +13,29 @@ import codec
 from codec.errors import BlobError
 from codec.keys import ROOT_DIGEST
 from pipeline.paths import blob_path
-from pipeline.work import Job
+from pipeline.store import Store
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Place(Protocol):
+    """Where the chunks of one generation lie, and how long they are: a job, or what stands for one."""
+
+    @property
+    def store(self) -> Store:
+        """Their store."""
+
+    @property
+    def target(self) -> bytes:
+        """Fingerprint of the target."""
+
+    @property
+    def profile(self) -> bytes:
+        """Id of the profile."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a full chunk."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +82,7 @@ class Chain:
             common += 1
         del self._links[common:]
 
-    def next(self, job: Job, tokens: Tokens, key: bytes) -> Next:
+    def next(self, job: Place, tokens: Tokens, key: bytes) -> Next:
         """The chunk of this key; `tokens` are those of the whole prompt, int64."""
         ids = torch.from_numpy(tokens[self.tokens : self.tokens + job.chunk_tokens].copy())
         identity = codec.ChunkIdentity(job.target, key, self.digest, self.tokens)
@@ -74,7 +94,12 @@ class Chain:
 
 
 def decode_blob(
-    job: Job, predictor: codec.Predictor, profile: codec.Profile, state: codec.PredictorState, chunk: Next, blob: bytes
+    job: Place,
+    predictor: codec.Predictor,
+    profile: codec.Profile,
+    state: codec.PredictorState,
+    chunk: Next,
+    blob: bytes,
 ) -> codec.DecodedChunk:
     """codec.decode, with the blob's path in front of what it raises."""
     try:

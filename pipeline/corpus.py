@@ -6,7 +6,8 @@ A record is an object with `id` and exactly one of
     messages    a list of {"role": …, "content": …}, with `tools` beside it if there are any (JSON schemas)
     token_ids   a list of integers
 
-Other keys are ignored. In Parquet the same names are columns; `messages` and `tools` may be nested or JSON strings.
+A `salt` (a string) keeps the record's chunks apart from all that have another one, or none: it is a tenant's secret and
+is in no message. Other keys are ignored. In Parquet the same names are columns; `messages` and `tools` may be nested or JSON strings.
 What is wrong with one record is a BadRecord; what is wrong with a file is raised.
 """
 
@@ -14,7 +15,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
 import fsspec
@@ -26,7 +27,7 @@ from pipeline.secrets import without_secrets
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 MAX_LINE = 256 << 20  # bytes; a longer line is a bad record, and is skipped without being held
 _BLOCK = 1 << 20
-_COLUMNS = ("id", "text", "messages", "tools", "token_ids")
+_COLUMNS = ("id", "text", "messages", "tools", "token_ids", "salt")
 
 Kind = Literal["text", "messages", "token_ids"]
 Options = Mapping[str, Any] | None
@@ -40,9 +41,10 @@ class Record:
     kind: Kind
     payload: dict[str, Any]
     source: str
+    salt: str | None = field(default=None, repr=False)  # a tenant's secret
 
     def content_hash(self) -> bytes:
-        """32 bytes that are equal for equal content, whatever the id, the place or the order of keys."""
+        """32 bytes that are equal for equal content, whatever the id, the salt, the place or the order of keys."""
         text = json.dumps([self.kind, self.payload], sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
@@ -205,8 +207,8 @@ def parse_record(value: Any, source: str) -> Record | BadRecord:
         if not isinstance(value, dict):
             raise _Bad(f"not an object but {_kind_of(value)}")
         kind, payload = _payload(value)
-        record = Record(_id(value), kind, payload, source)
-        json.dumps([record.id, payload], ensure_ascii=False).encode()
+        record = Record(_id(value), kind, payload, source, _salt(value))
+        json.dumps([record.id, record.salt, payload], ensure_ascii=False).encode()
         return record
     except _Bad as error:
         return BadRecord(source, str(error))
@@ -225,6 +227,17 @@ def _id(value: dict[str, Any]) -> str:
     if own == "":
         raise _Bad("id is empty")
     return str(own)
+
+
+def _salt(value: dict[str, Any]) -> str | None:
+    own = value.get("salt")
+    if own is None:
+        return None
+    if not isinstance(own, str):
+        raise _Bad(f"salt must be a string, not {_kind_of(own)}")
+    if own == "":
+        raise _Bad("salt is empty")
+    return own
 
 
 def _payload(value: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 
 import codec
-from codec.errors import DataError
 from pipeline.chain import Chain, Next, Tokens, decode_blob
 from pipeline.store import ObjectMissing, Store
 from pipeline.target import Target
-from pipeline.work import ADOPTED, KEPT, WRITTEN, Job
+from pipeline.work import ADOPTED, KEPT, WRITTEN, Job, OtherBits
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -83,6 +82,7 @@ class ChainEncoder:
             had in common with this one are not among them.
 
         Raises:
+            OtherBits: a lost chunk holds other bits now than it did.
             DataError: a stored blob is damaged or belongs to another chain.
             StorageError: the store failed.
         """
@@ -108,7 +108,8 @@ class ChainEncoder:
         encoded = None
         outcome = KEPT if key not in todo else ADOPTED
         if blob is None:
-            encoded = self._compute(following, lost.get(key))
+            encoded = self._compute(following)
+            self._check_lost(following, encoded.chain_digest, lost.get(key))
             if store.put_new(following.path, encoded.blob):
                 blob, outcome = encoded.blob, WRITTEN
             else:
@@ -117,6 +118,7 @@ class ChainEncoder:
             stats, checksums, digest = encoded.stats, encoded.layer_checksums, encoded.chain_digest
         else:
             stats, checksums, digest = self._continue_from(blob, following)
+            self._check_lost(following, digest, lost.get(key))
             encoded = None
         self._chain.append(following, digest)
         chunk = Stored(
@@ -137,17 +139,18 @@ class ChainEncoder:
             self._on_chunk(chunk)
         return chunk
 
-    def _compute(self, chunk: Next, lost: bytes | None) -> codec.EncodedChunk:
+    def _compute(self, chunk: Next) -> codec.EncodedChunk:
         truth = self._prefill(chunk.ids)
-        encoded = codec.encode(
-            self._predictor, self._profile, self._state, chunk.ids, truth, chunk.identity, ideal=True
-        )
-        if lost is not None and encoded.chain_digest != lost:
-            raise DataError(
-                f"the blob {self._job.store.uri}/{chunk.path} is gone, and computed again it holds other bits than its "
-                "index row says, from which the chunks after it cannot follow; use a new store for this model"
+        return codec.encode(self._predictor, self._profile, self._state, chunk.ids, truth, chunk.identity, ideal=True)
+
+    def _check_lost(self, chunk: Next, digest: bytes, lost: bytes | None) -> None:
+        if lost is not None and digest != lost:
+            raise OtherBits(
+                f"the blob {self._job.store.uri}/{chunk.path} was lost, and made again it holds other bits than its index row "
+                "says, from which the chunks after it do not follow; run the job again, alone",
+                chunk.identity.prefix_key,
+                lost,
             )
-        return encoded
 
     def _prefill(self, ids: torch.Tensor) -> list[KV]:
         _synchronise()

@@ -1,7 +1,7 @@
 """The index: one row a stored chunk, in Parquet parts that any reader of Parquet can open.
 
 A task that has stored its blobs commits them by writing one part, index/<target>/<profile>/<name>.parquet. The part's
-name is a digest of the set of chunk keys in it, so a task that runs twice writes one part. A blob without a row was not
+name is a digest of the chunks in it and their bits, so a task that runs twice writes one part. A blob without a row was not
 committed; a row without its blob is an error that verification reports. Two jobs that met the same chunk in differently
 cut tasks both have a row for it: the rows of a key then agree in everything that describes the blob.
 
@@ -10,7 +10,7 @@ cut tasks both have a row for it: the rows of a key then agree in everything tha
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 
 from codec.errors import DataError
 from pipeline.paths import index_path, index_prefix
-from pipeline.store import Store
+from pipeline.store import ObjectMissing, Store
 
 FORMAT = 1
 
-ADDED = ("fp8_scale",)  # columns that older parts lack
+ADDED = ("fp8_scale", "root_key")  # columns that older parts lack
 
 _DIGEST = pa.binary(32)
 _CHAIN = pa.binary(16)
@@ -63,6 +63,7 @@ INDEX_SCHEMA = pa.schema(
         _required("parent_digest", _CHAIN),
         _required("chain_digest", _CHAIN),
         _required("tenant", pa.string()),  # hex digest of the salt, "" without one
+        pa.field("root_key", _DIGEST),  # key of the empty prefix, from which the keys of a prompt follow
         _required("created", pa.timestamp("us", tz="UTC")),
         _required("host_arch", pa.string()),
         _required("torch_version", pa.string()),
@@ -71,12 +72,31 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-def part_name(keys: Iterable[bytes]) -> bytes:
-    """32-byte name of the part that holds these chunk keys, in whichever order they come."""
+def part_name(table: pa.Table) -> bytes:
+    """32-byte name of the part that holds these rows: a digest of their keys and chain digests, in whichever order.
+
+    Not of the keys alone: after a repair the same chunks may hold other bits.
+    """
+    return _name(row_ids(table))
+
+
+def is_named_for(path: str, table: pa.Table) -> bool:
+    """Whether a part's path is that of these rows; parts of earlier releases are named for their keys alone."""
+    names = (part_name(table), _name(set(table["key"].to_pylist())))
+    return path.rpartition("/")[2] in {f"{name.hex()}.parquet" for name in names}
+
+
+def _name(items: set[bytes]) -> bytes:
     digest = hashlib.blake2b(digest_size=32, person=b"kv-index-part")
-    for key in sorted(set(keys)):
-        digest.update(key)
+    for item in sorted(items):
+        digest.update(item)
     return digest.digest()
+
+
+def row_ids(table: pa.Table) -> set[bytes]:
+    """What a row is about: 48 bytes each, a chunk's key and the digest of its chain's bits."""
+    pairs = zip(table["key"].to_pylist(), table["chain_digest"].to_pylist(), strict=True)
+    return {key + chain for key, chain in pairs}
 
 
 def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -84,7 +104,11 @@ def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
 
     Digests are bytes, `created` is a datetime with a time zone. Raises DataError for rows that do not fit the schema.
     """
-    table = _table(rows)
+    return write_table(store, _table(rows))
+
+
+def write_table(store: Store, table: pa.Table) -> str:
+    """As `write_part`, of rows that are a table of INDEX_SCHEMA."""
     owners = set(zip(table["target"].to_pylist(), table["profile"].to_pylist(), strict=True))
     if len(owners) != 1:
         raise DataError(f"an index part needs the rows of one target and one profile, not of {len(owners)}")
@@ -92,17 +116,23 @@ def write_part(store: Store, rows: Sequence[Mapping[str, Any]]) -> str:
     labels = {"kv_index_format": str(FORMAT), "kv_target": target.hex(), "kv_profile": profile.hex()}
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(labels), sink, compression="zstd", write_page_checksum=True)
-    path = index_path(target, profile, part_name(table["key"].to_pylist()))
+    path = index_path(target, profile, part_name(table))
     store.put_new(path, sink.getvalue().to_pybytes())
     return path
 
 
 def iter_parts(
-    store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None
+    store: Store,
+    *,
+    target: bytes,
+    profile: bytes,
+    columns: Sequence[str] | None = None,
+    broken: Callable[[str, DataError], None] | None = None,
 ) -> Iterator[tuple[str, pa.Table]]:
     """(path, rows) of every part, sorted by path; only a few parts are in memory at a time.
 
-    `columns` are names of INDEX_SCHEMA, None means all. Raises DataError naming the part that cannot be read.
+    `columns` are names of INDEX_SCHEMA, None means all. Raises DataError naming the part that cannot be read, or tells
+    `broken` of it and goes on.
     """
     names = INDEX_SCHEMA.names if columns is None else list(columns)
     unknown = sorted(set(names) - set(INDEX_SCHEMA.names))
@@ -111,12 +141,23 @@ def iter_parts(
     paths = (path for path in store.list(index_prefix(target, profile)) if path.endswith(".parquet"))
     with ThreadPoolExecutor(8) as pool:  # they wait for the storage, not for a processor
         while batch := list(itertools.islice(paths, 32)):
-            for path, data in zip(batch, pool.map(store.get, batch), strict=True):
-                yield path, _read_part(f"{store.uri}/{path}", data, target, profile, names)
+            for path, data in zip(batch, pool.map(lambda path: _get(store, path), batch), strict=True):
+                if data is None:  # merged into another part since it was listed, or written again without some rows
+                    continue
+                try:
+                    table = _read_part(f"{store.uri}/{path}", data, target, profile, names)
+                except DataError as error:
+                    if broken is None:
+                        raise
+                    broken(path, error)
+                    continue
+                yield path, table
 
 
-def read_part(store: Store, path: str, *, target: bytes, profile: bytes, columns: Sequence[str]) -> pa.Table:
-    """The rows of one part. Raises DataError, StorageError."""
+def read_part(
+    store: Store, path: str, *, target: bytes, profile: bytes, columns: Sequence[str] = INDEX_SCHEMA.names
+) -> pa.Table:
+    """The rows of one part. Raises ObjectMissing, StorageError, and DataError where it cannot be read."""
     return _read_part(f"{store.uri}/{path}", store.get(path), target, profile, list(columns))
 
 
@@ -133,6 +174,13 @@ def committed_keys(store: Store, target: bytes, profile: bytes) -> set[bytes]:
     for _, table in iter_parts(store, target=target, profile=profile, columns=["key"]):
         keys.update(table["key"].to_pylist())
     return keys
+
+
+def _get(store: Store, path: str) -> bytes | None:
+    try:
+        return store.get(path)
+    except ObjectMissing:
+        return None
 
 
 def _schema(names: Sequence[str]) -> pa.Schema:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from codec import coders, profile
@@ -127,11 +128,14 @@ class Options:
         return read_salt(self.salt_env)
 
 
-def read_salt(name: str | None) -> bytes:
-    """The salt in the environment variable of that name; empty where there is no name. Raises UserError as Options.salt."""
+def read_salt(name: str | None, environment: Mapping[str, str] = os.environ) -> bytes:
+    """The salt in the environment variable of that name; empty where there is no name.
+
+    Raises UserError where the variable is unset or empty; the salt is in no message.
+    """
     if name is None:
         return b""
-    value = os.environ.get(name, "")
+    value = environment.get(name, "")
     if not value:
         raise UserError(f"the environment variable {name} that --salt-env names is unset or empty")
     return value.encode()

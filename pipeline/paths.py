@@ -9,6 +9,8 @@
     prompts/<target>/<name>.parquet              which prompt is made of which chunks
     index/<target>/<profile>/<name>.parquet      one index part a committed task
     current/<model name>                         a small pointer to the generation in use
+    quarantine/<path>                            what verification with --repair has put aside
+    running/<name>                               a job that is at work; locks/gc: a collection or a repair is
 
 Digests are 32 bytes and are written as 64 lower-case hex characters. A path is relative, uses "/", and means the same
 on a local disk and on S3. What these functions refuse came out of data, so they raise DataError; what a user asks for
@@ -25,12 +27,15 @@ from codec.errors import DataError, UserError
 
 SCHEMES = ("file://", "s3://")
 MARKER = "store.json"
+BLOBS, INDEX, PROMPTS, PROFILES, PREDICTORS, SCALES = "blobs", "index", "prompts", "profiles", "predictors", "scales"
+BY_CONFIG = "by-config"
+CURRENT, QUARANTINE, RUNNING, LOCKS = "current", "quarantine", "running", "locks"
 DIGEST_BYTES = 32
 
 _MAX_COMPONENT = 255  # bytes: the limit of the usual local file systems
 _MAX_PATH = 800  # bytes: S3 allows 1,024 for the whole key, the prefix of the store included
 _SECRET = re.compile(r"key|secret|token|password|username|credential|session", re.IGNORECASE)
-_INDEX = re.compile(r"index/([0-9a-f]{64})/([0-9a-f]{64})/[0-9a-f]{64}\.parquet")
+_INDEX = re.compile(r"index/([0-9a-f]{64})/([0-9a-f]{64})/[^/]+")
 _BLOB = re.compile(r"blobs/([0-9a-f]{64})/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{64})\.kv")
 
 
@@ -124,11 +129,16 @@ def predictor_path(fingerprint: bytes) -> str:
 
 def prompts_path(target: bytes, name: bytes) -> str:
     """Path of one part that says which prompts are made of which chunks; `name` is a digest of its contents."""
-    return f"prompts/{digest_hex(target, 'target fingerprint')}/{digest_hex(name, 'part name')}.parquet"
+    return f"{prompts_prefix(target)}/{digest_hex(name, 'part name')}.parquet"
+
+
+def prompts_prefix(target: bytes) -> str:
+    """Folder of all prompts parts of one target."""
+    return f"prompts/{digest_hex(target, 'target fingerprint')}"
 
 
 def index_path(target: bytes, profile: bytes, name: bytes) -> str:
-    """Path of one index part; `name` is a digest of the chunk keys in it."""
+    """Path of one index part; `name` is a digest of the rows in it."""
     return f"{index_prefix(target, profile)}/{digest_hex(name, 'part name')}.parquet"
 
 

@@ -26,6 +26,8 @@ class Prompt:
     content: bytes  # digest of the record's content, to tell a copy from a clash of ids
     position: tuple[int, int]  # (file, record) in corpus order
     source: str  # "file:line", for messages
+    tenant: str = ""  # hex digest of its salt, "" without one
+    root: bytes = b""  # key of the empty prefix, from which its keys follow
 
     @property
     def chunks(self) -> int:
@@ -63,18 +65,19 @@ def admit(prompts: Iterable[Prompt], bad: Iterable[Bad], *, limit: int | None, s
     """Put the corpus in order and decide what belongs to the job.
 
     The first `limit` distinct prompts are taken, in the order of files and records; what comes after the last of
-    them is not looked at. A record with an id seen before is a copy (counted, left out) when its content is equal.
+    them is not looked at. A record with an id seen before is a copy (counted, left out) when its content is equal; ids of
+    different tenants have nothing to do with each other.
 
     Raises:
         UserError: two records share an id and differ; a bad record without `skip_bad`; no prompt at all.
     """
-    taken: dict[str, Prompt] = {}
+    taken: dict[tuple[str, str], Prompt] = {}
     duplicates = 0
     end: tuple[int, int] | None = None
     for prompt in sorted(prompts, key=lambda p: p.position):
         if limit is not None and len(taken) == limit:
             break
-        known = taken.setdefault(prompt.id, prompt)
+        known = taken.setdefault((prompt.tenant, prompt.id), prompt)
         end = prompt.position
         if known is prompt:
             continue

@@ -1,6 +1,6 @@
 """The tokenise stage: records in, rows of keys out; tokens go to the store as content-addressed Parquet parts.
 
-A part holds the usable prompts among `PART_RECORDS` consecutive records of one file. Which records those are depends on
+A part holds one tenant's usable prompts among `PART_RECORDS` consecutive records of one file. Which records those are depends on
 nothing but the file, and the part's name on nothing but its contents, so a second run finds every part in place.
 """
 
@@ -27,12 +27,19 @@ from pipeline.paths import prompts_path
 from pipeline.plan import Bad, Prompt
 from pipeline.render import BadPrompt, token_ids
 from pipeline.store import Store
+from pipeline.tenancy import Roots
 
 PART_RECORDS = 64
 MAX_SHARDS = 64  # tokenise tasks a file
 
 PART_SCHEMA = pa.schema(
-    [("id", pa.string()), ("source", pa.string()), ("token_ids", pa.list_(pa.int32())), ("n_tokens", pa.int64())]
+    [
+        ("id", pa.string()),
+        ("source", pa.string()),  # the record's content as JSON
+        ("token_ids", pa.list_(pa.int32())),
+        ("n_tokens", pa.int64()),
+        ("tenant", pa.string()),  # hex digest of the salt, "" without one; older parts lack it
+    ]
 )
 ROW_SCHEMA = pa.schema(
     [
@@ -45,6 +52,8 @@ ROW_SCHEMA = pa.schema(
         ("file", pa.int64()),
         ("record", pa.int64()),
         ("source", pa.string()),
+        ("tenant", pa.string()),
+        ("root", pa.binary()),
         ("reason", pa.string()),  # why the record cannot be used; null when it can
     ]
 )
@@ -52,13 +61,12 @@ ROW_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Tokenising:
-    """What a tokenise task is told. The keys' root already holds the salt, so the salt itself does not travel."""
+    """What a tokenise task is told. The job's own salt is only in the root of its keys: it does not travel."""
 
     store: Store
     model: ModelSource
     target: bytes
-    root: bytes
-    chunk_tokens: int
+    roots: Roots
     context_length: int
     vocab_size: int
     max_tokens: int | None
@@ -115,6 +123,8 @@ class Tokenise:
         if isinstance(record, BadRecord):
             return place | {"reason": record.reason}
         settings = self._settings
+        if record.salt is not None and settings.roots.tenant:
+            return place | {"reason": "has a salt of its own, and --salt-env gives all records another one"}
         try:
             ids = token_ids(
                 record,
@@ -125,10 +135,13 @@ class Tokenise:
             )
         except BadPrompt as error:
             return place | {"reason": f"the prompt {record.id!r} {error.reason}"}
+        tenant, root = settings.roots.of(record.salt)
         return place | {
             "id": record.id,
             "n_tokens": len(ids),
-            "keys": b"".join(chunk_keys(settings.root, ids, settings.chunk_tokens)),
+            "keys": b"".join(chunk_keys(root, ids, settings.roots.chunk_tokens)),
+            "tenant": tenant,
+            "root": root,
             "content": record.content_hash(),
             "payload": json.dumps({"kind": record.kind, **record.payload}, sort_keys=True, ensure_ascii=False),
             "token_ids": ids,
@@ -137,22 +150,33 @@ class Tokenise:
     def _flush(self, rows: list[dict[str, Any]]) -> Iterator[pa.Table]:
         if not rows:
             return
-        good = [row for row in rows if row["reason"] is None]
-        path = prompts_path(self._settings.target, part_name(good))
-        for number, row in enumerate(good):
-            row.update(part=path, row=number)
-        if good and self._settings.write and not self._settings.store.exists(path):
-            self._settings.store.put_new(path, part_bytes(good))
+        tenants: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["reason"] is None:
+                tenants.setdefault(row["tenant"], []).append(row)
+        for good in tenants.values():
+            path = prompts_path(self._settings.target, part_name(good))
+            for number, row in enumerate(good):
+                row.update(part=path, row=number)
+            if self._settings.write and not self._settings.store.exists(path):
+                self._settings.store.put_new(path, part_bytes(good))
         yield pa.Table.from_pylist(rows, schema=ROW_SCHEMA)
 
 
 def part_name(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Digest of what a part holds: ids, records and token ids, each with its length before it."""
-    digest = hashlib.blake2b(b"kv prompts 1\0", digest_size=32)
+    """Digest of what a part holds: its tenant; ids, records and token ids, each with its length before it."""
+    digest = hashlib.blake2b(b"kv prompts 1\0", digest_size=32, key=_tenant_of(rows).encode())
     for row in rows:
         for item in (row["id"].encode(), row["payload"].encode(), _ids_bytes(row["token_ids"])):
             digest.update(struct.pack("<Q", len(item)) + item)
     return digest.digest()
+
+
+def _tenant_of(rows: Sequence[dict[str, Any]]) -> str:
+    tenants = {row["tenant"] for row in rows}
+    if len(tenants) > 1:
+        raise ValueError("a prompts part is of one tenant")
+    return str(tenants.pop()) if tenants else ""
 
 
 def _ids_bytes(ids: Sequence[int]) -> bytes:
@@ -166,6 +190,7 @@ def part_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
         "source": [row["payload"] for row in rows],
         "token_ids": [row["token_ids"] for row in rows],
         "n_tokens": [row["n_tokens"] for row in rows],
+        "tenant": [row["tenant"] for row in rows],
     }
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pydict(columns, schema=PART_SCHEMA), sink, compression="zstd")
@@ -199,16 +224,17 @@ class Rekey:
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
         for part in map(str, batch["part"]):
-            ids = _load_part(self._store, part).to_pylist()
+            ids = load_part(self._store, part)["token_ids"].to_pylist()
             keys = [b"".join(chunk_keys(self._root, row, self._chunk_tokens)) for row in ids]
-            yield pa.table({"part": [part] * len(keys), "row": list(range(len(keys))), "keys": keys})
+            roots = [self._root] * len(keys)
+            yield pa.table({"part": [part] * len(keys), "row": list(range(len(keys))), "keys": keys, "root": roots})
 
 
 def with_keys(prompts: Sequence[Prompt], tables: Iterator[pa.Table]) -> list[Prompt]:
     """The prompts with the keys that `Rekey` gave. DataError where it gave none for one of them."""
-    keys = {(row["part"], row["row"]): row["keys"] for table in tables for row in table.to_pylist()}
+    rows = {(row.pop("part"), row.pop("row")): row for table in tables for row in table.to_pylist()}
     try:
-        found = [replace(prompt, keys=keys[prompt.part, prompt.row]) for prompt in prompts]
+        found = [replace(prompt, **rows[prompt.part, prompt.row]) for prompt in prompts]
     except KeyError as error:
         raise DataError(
             f"row {error.args[0][1]} of the prompts part {error.args[0][0]} is gone; run the job again"
@@ -222,7 +248,7 @@ class PromptReader:
     """Reads token ids back from parts, a few parts at a time."""
 
     def __init__(self, store: Store) -> None:
-        self._load = functools.lru_cache(maxsize=4)(functools.partial(_load_part, store))
+        self._load = functools.lru_cache(maxsize=4)(functools.partial(load_part, store))
 
     def tokens(self, part: str, row: int, n_tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Token ids of one prompt, int64.
@@ -231,7 +257,7 @@ class PromptReader:
             DataError: the part is malformed or holds something else at this row.
             StorageError: the part is missing or unreadable.
         """
-        column = self._load(part)
+        column = self._load(part)["token_ids"]
         if not 0 <= row < len(column):
             raise DataError(f"the prompts part {part} has no row {row}")
         ids = np.asarray(column[row].values.to_numpy(zero_copy_only=False), dtype=np.int64)
@@ -240,13 +266,20 @@ class PromptReader:
         return ids
 
 
-def _load_part(store: Store, part: str) -> pa.ChunkedArray:
+def load_part(store: Store, part: str) -> pa.Table:
+    """A part as a table of PART_SCHEMA, found to hold what it is named for.
+
+    Raises:
+        DataError: malformed, or other contents than its name says.
+        StorageError: missing or unreadable.
+    """
     data = store.get(part)
     try:
-        table = pq.read_table(io.BytesIO(data), columns=PART_SCHEMA.names).cast(PART_SCHEMA)
-        columns = (table[name].to_pylist() for name in ("id", "source", "token_ids"))
-        rows = [{"id": i, "payload": s, "token_ids": t} for i, s, t in zip(*columns, strict=True)]
-        name = part_name(rows).hex()
+        table = pq.read_table(io.BytesIO(data))
+        if "tenant" not in table.column_names:
+            table = table.append_column("tenant", pa.array([""] * len(table), pa.string()))
+        table = table.select(PART_SCHEMA.names).cast(PART_SCHEMA)
+        name = part_name(part_rows(table)).hex()
     except Exception as error:  # broken files make pyarrow raise anything
         place = f"{store.uri}/{part}"
         raise DataError(f"the prompts part {place} is no readable Parquet file ({type(error).__name__})") from error
@@ -254,4 +287,9 @@ def _load_part(store: Store, part: str) -> pa.ChunkedArray:
         raise DataError(
             f"the prompts part {store.uri}/{part} holds other prompts than the ones it is named for; delete it"
         )
-    return table.column("token_ids").combine_chunks()
+    return table.combine_chunks()
+
+
+def part_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows of a part as `part_name` and `part_bytes` take them."""
+    return [row | {"payload": row.pop("source")} for row in table.to_pylist()]

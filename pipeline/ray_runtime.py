@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from codec.errors import DataError, KVCodecError, StorageError, UserError
+from pipeline.work import OtherBits
 
 ROOT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 256 * 2**20  # rows and keys only: bitstreams never enter the object store
@@ -215,6 +216,8 @@ def our_error(error: BaseException) -> KVCodecError | None:
         seen.add(id(current))
         # RayTaskError makes classes that inherit from ours too; their text is a whole traceback.
         if isinstance(current, KVCodecError) and not hasattr(current, "cause"):
+            if isinstance(current, OtherBits):
+                return OtherBits(str(current).split(_UDF_NOTE)[0], *current.chunk)
             kind = next(k for k in (UserError, StorageError, DataError, KVCodecError) if isinstance(current, k))
             return kind(str(current).split(_UDF_NOTE)[0])
         waiting += [getattr(current, "cause", None), current.__cause__, current.__context__]

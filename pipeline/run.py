@@ -6,17 +6,16 @@ corpus -> tokenise -> (scales of an FP8 cache) -> plan -> (calibrate) -> target 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
 from codec.errors import DataError
-from codec.keys import root_key
 from codec.predictor.config import MAX_CONTEXT
 from codec.scales import CacheScales
 from pipeline import ray_runtime, report
@@ -27,6 +26,8 @@ from pipeline.choice import choose
 from pipeline.committed import Committed, find_committed
 from pipeline.corpus import list_corpus
 from pipeline.estimate import estimate
+from pipeline.heal import computed
+from pipeline.lease import at_work
 from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
 from pipeline.options import Options, Verify, scale_mode
 from pipeline.paths import MARKER, profile_path
@@ -37,6 +38,7 @@ from pipeline.ray_runtime import Cluster, Pools
 from pipeline.report import Outcome, say
 from pipeline.store import Store
 from pipeline.target import check_cache, context_length, kv_shape
+from pipeline.tenancy import Roots, tenant_name
 from pipeline.work import Device, GroupResult, Job, make_group
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
@@ -66,10 +68,10 @@ class Prepared:
     notes: tuple[str, ...] = ()  # what the user should know before the job begins
 
     @property
-    def root(self) -> bytes:
-        """Key of the empty prefix; holds the salt, and the scales as far as they are known."""
+    def roots(self) -> Roots:
+        """What chains begin with; its own root holds the salt, and the scales as far as they are known."""
         job = self.job
-        return root_key(
+        return Roots.make(
             target=job.target,
             cache_format=job.cache_format,
             chunk_tokens=job.chunk_tokens,
@@ -77,6 +79,11 @@ class Prepared:
             scales=job.scales,
             salt=self.options.salt(),
         )
+
+    @property
+    def root(self) -> bytes:
+        """Key of the empty prefix of records without a salt of their own."""
+        return self.roots.root
 
 
 def run(options: Options, consoles: Consoles) -> int:
@@ -89,7 +96,7 @@ def run(options: Options, consoles: Consoles) -> int:
     for note in prepared.notes:
         say(consoles.notes, note)
     try:
-        with ray_runtime.connected(options.actors) as cluster:
+        with ray_runtime.connected(options.actors) as cluster, _lease(prepared):
             return _run(prepared, cluster, consoles)
     except Exception as error:
         ours = ray_runtime.our_error(error)
@@ -109,7 +116,6 @@ def prepare(options: Options) -> Prepared:
     choice = choose(options.predictor, options.loop, options.window, config)
     check_cache(hf_config(model), model)
     cache_format = resolve_cache_format(model, options.cache_dtype)
-    salt = options.salt()
     # A dry run writes nothing, so it must do without a store that is not there yet.
     store = Store(options.store)
     stored = not options.dry_run or store.exists(MARKER)
@@ -124,7 +130,7 @@ def prepare(options: Options) -> Prepared:
         options.chunk_tokens,
         choice.kind,
         options.loop,
-        hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else "",
+        tenant_name(options.salt()),
         verify=Verify.parse(options.verify),
         window=options.window,
         coder=options.coder,
@@ -139,12 +145,17 @@ def prepare(options: Options) -> Prepared:
     return Prepared(options, job, config, files, choice.rope_regime, weight_bytes, stored, choice.notes)
 
 
+def _lease(prepared: Prepared) -> AbstractContextManager[None]:
+    """So that a collection knows of this job, which is about to use what nothing in the store uses yet."""
+    return nullcontext() if prepared.options.dry_run else at_work(prepared.job.store)
+
+
 def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
     options, job = prepared.options, prepared.job
     start = time.monotonic()
     ray_runtime.check_shared(cluster, store_is_local=job.store.is_local, shared_fs=options.shared_fs, uri=job.store.uri)
     device = ray_runtime.choose_device(options.device, cluster)
-    admitted = _admit(prepared, prepared.files, cluster, consoles)
+    admitted = _admit(prepared, cluster, consoles)
     sources = _Calibration(prepared, admitted.prompts, cluster)
     if not job.scaled and options.dry_run:
         say(consoles.notes, "the cache's scales are not calibrated yet, so all chunks are new")
@@ -163,7 +174,13 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
             job = _calibrate(prepared, sources, pools, device, consoles)
             # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
             before, plan = _plan(job, admitted.prompts)
-        results = _compute(job, plan, before, pools, device, consoles)
+        results, before, plan = computed(
+            job,
+            (before, plan),
+            lambda before, plan: _compute(job, plan, before, pools, device, consoles),
+            lambda: _plan(job, admitted.prompts),
+            lambda text: say(consoles.notes, text),
+        )
     if not plan.groups:
         say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
     return _finish(prepared, job, plan, admitted, before, results, time.monotonic() - start, consoles)
@@ -178,16 +195,20 @@ def _plan(job: Job, prompts: list[Prompt]) -> tuple[Committed, Plan]:
 
 
 # ---------------------------------------------------------------- tokenise
-def _admit(prepared: Prepared, files: list[str], cluster: Cluster, consoles: Consoles) -> Admitted:
-    options = prepared.options
-    prompts, bad = split_rows(_tokenise(prepared, files, options.limit, cluster))
-    admitted = admit(prompts, bad, limit=options.limit, skip_bad=options.skip_bad, corpus=options.corpus)
+def _admit(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> Admitted:
+    admitted = _admitted(prepared, cluster)
     for record in admitted.bad:
         say(consoles.notes, f"skipped {record.source}: {record.reason}")
     copies = f", {admitted.duplicates:,} identical copies left out" if admitted.duplicates else ""
     tokens = sum(prompt.n_tokens for prompt in admitted.prompts)
     say(consoles.notes, f"tokenised {len(admitted.prompts):,} prompts, {tokens:,} tokens{copies}")
     return admitted
+
+
+def _admitted(prepared: Prepared, cluster: Cluster) -> Admitted:
+    options = prepared.options
+    prompts, bad = split_rows(_tokenise(prepared, prepared.files, options.limit, cluster))
+    return admit(prompts, bad, limit=options.limit, skip_bad=options.skip_bad, corpus=options.corpus)
 
 
 def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: Cluster) -> Iterator[Any]:
@@ -197,8 +218,7 @@ def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: 
         prepared.job.store,
         prepared.job.model,
         prepared.job.target,
-        prepared.root,
-        options.chunk_tokens,
+        prepared.roots,
         min(context_length(prepared.config), MAX_CONTEXT),
         int(prepared.config["vocab_size"]),
         options.max_tokens,
@@ -268,6 +288,8 @@ def _scale(
         device=_device(device, pools.encode_gpus, pools.encode_cpus),
     )
     prepared = replace(prepared, job=scaled)
+    if any(prompt.tenant != job.tenant for prompt in admitted.prompts):
+        return prepared, _admitted(prepared, cluster)  # their salts are in the corpus and nowhere else
     return prepared, replace(admitted, prompts=_rekey(prepared, admitted.prompts, cluster))
 
 

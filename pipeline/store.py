@@ -12,35 +12,51 @@ AWS_ENDPOINT_URL for a server that is not Amazon's; AWS_REGION or AWS_DEFAULT_RE
 except AWS_REGION, which is passed on here. Other s3fs settings can be given as `storage_options`, credentials cannot.
 """
 
-import errno
+import functools
 import json
 import os
 import random
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import fsspec
 
 from codec.errors import DataError, KVCodecError, StorageError, UserError
+from pipeline.disk import fsync_folder, link_new
 from pipeline.paths import MARKER, parse_store_uri, refuse_secrets, validate_path, validate_prefix
+from pipeline.s3 import answer, connect_s3, is_full, lost_race, transient
 from pipeline.secrets import without_secrets
 
 FORMAT = 1
 
 _PAUSES = (0.2, 0.4, 0.8, 1.6)  # seconds between attempts: five attempts in all
 _MULTIPART_BYTES = 32 * 2**20  # objects of twice this size and more go up in parts of this size
-_TRANSIENT = {f"botocore.{name}Error" for name in ("HTTPClient", "Connection", "ResponseParser")} | {
-    "aiohttp.ClientError"
-}
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _T = TypeVar("_T")
 _INHERITED: list[Any] = []  # kept for ever: a forked copy that is collected would close its parent's connections
 
 
 class ObjectMissing(StorageError):
     """The store has no object of this path."""
+
+
+class StoreFull(StorageError):
+    """There is no room for an object, or no more of it may be used."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object of a listing: its path, its size in bytes, and when it was last written, in seconds since 1970."""
+
+    path: str
+    size: int
+    modified: float
+    upload: str = ""  # of a leftover on S3: the id of an upload that was never completed
 
 
 class Store:
@@ -94,7 +110,7 @@ class Store:
         try:
             return bytes(self._attempt("read", path, lambda: self._fs.cat_file(full, **limits)))
         except StorageError as error:
-            if error.__cause__ is not None and _status(error.__cause__)[0] == 416:
+            if error.__cause__ is not None and answer(error.__cause__)[0] == 416:
                 return b""  # the range begins behind the object's end
             raise
 
@@ -136,7 +152,43 @@ class Store:
         What is written or deleted meanwhile may be listed or not. Raises StorageError.
         """
         folder = validate_prefix(prefix)
-        return self._list_local(folder) if self.is_local else self._list_s3(folder)
+        if self.is_local:
+            return (path for path, _ in self._list_local(folder))
+        return (entry.path for entry in self._list_s3(folder))
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """As `list`, with size and time of writing. Raises StorageError."""
+        folder = validate_prefix(prefix)
+        return self._stat_local(self._list_local(folder)) if self.is_local else self._list_s3(folder)
+
+    def leftovers(self) -> Iterator[Entry]:
+        """What writes that were cut off have left behind: temporary files, or uploads that were never completed.
+
+        No object is among them, and none is ever read. Raises StorageError.
+        """
+        return self._stat_local(self._list_local("", temporary=True)) if self.is_local else self._uploads()
+
+    def discard(self, leftover: Entry) -> None:
+        """Remove what `leftovers` gave; one that is gone is no error. Raises StorageError."""
+        full = f"{self._root}/{leftover.path}"
+        if self.is_local:
+            if not _TEMPORARY.fullmatch(os.path.basename(full)):
+                raise ValueError(f"{leftover.path} is no temporary file")
+            with suppress(FileNotFoundError):
+                os.unlink(full)
+            return
+        bucket, _, key = full.partition("/")
+        try:
+            self._attempt(
+                "delete",
+                leftover.path,
+                lambda: self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=leftover.upload),
+            )
+        except ObjectMissing:
+            return
+        except StorageError as error:
+            if error.__cause__ is None or answer(error.__cause__)[0] != 404:
+                raise
 
     def delete(self, path: str) -> None:
         """Remove an object; one that is not there is no error. Raises StorageError."""
@@ -147,7 +199,7 @@ class Store:
         try:
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(full)
-                _fsync_folder(os.path.dirname(full))
+                fsync_folder(os.path.dirname(full))
         except OSError as error:
             raise self._explain("delete", path, error) from error
 
@@ -163,12 +215,12 @@ class Store:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                won = _link(temporary, full)
+                won = link_new(temporary, full)
             finally:
                 with suppress(OSError):  # a leftover is never listed or read
                     os.unlink(temporary)
             # Also by the loser: it will build on an object whose name the winner may not have made durable yet.
-            _fsync_folder(folder)
+            fsync_folder(folder)
             return won
         except OSError as error:
             raise self._explain("write", path, error) from error
@@ -179,14 +231,24 @@ class Store:
         while folder not in self._durable:
             parent = os.path.dirname(folder)
             try:
-                _fsync_folder(parent)
+                fsync_folder(parent)
             except PermissionError:
                 if folder.startswith(self._root + "/"):
                     raise  # above the store there may be folders that we can pass, but not open
             self._durable.add(folder)
             folder = parent
 
-    def _list_local(self, folder: str) -> Iterator[str]:
+    def _stat_local(self, found: Iterator[tuple[str, "os.DirEntry[str]"]]) -> Iterator[Entry]:
+        for path, entry in found:
+            try:
+                info = entry.stat()
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+            except OSError as error:
+                raise self._explain("list", path, error) from error
+            yield Entry(path, info.st_size, info.st_mtime)
+
+    def _list_local(self, folder: str, temporary: bool = False) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
         try:
             entries = list(os.scandir(os.path.join(self._root, folder)))
         except (FileNotFoundError, NotADirectoryError):
@@ -194,13 +256,17 @@ class Store:
         except OSError as error:
             raise self._explain("list", folder, error) from error
         # A folder sorts as its name with "/" behind: then a depth-first walk yields whole paths in byte order.
-        named = {entry.name + "/" * entry.is_dir(): entry for entry in entries if not entry.name.startswith(".")}
+        named = {
+            entry.name + "/" * entry.is_dir(): entry
+            for entry in entries
+            if not entry.name.startswith(".") or (temporary and _TEMPORARY.fullmatch(entry.name))
+        }
         for name in sorted(named, key=os.fsencode):
             relative = f"{folder}/{name}" if folder else name
             if name.endswith("/"):
-                yield from self._list_local(relative[:-1])
-            elif named[name].is_file():
-                yield relative
+                yield from self._list_local(relative[:-1], temporary)
+            elif named[name].is_file() and name.startswith(".") == temporary:
+                yield relative, named[name]
 
     # -- S3
 
@@ -211,13 +277,13 @@ class Store:
                 self._fs.pipe_file(full, data, mode="create", chunksize=_MULTIPART_BYTES)
                 return True
             except Exception as error:
-                if _lost_race(error):
+                if lost_race(error):
                     if unclear:  # an earlier attempt, whose answer was lost, may be what is there now
                         return self.get(path) == data
                     if self.exists(path):
                         return False
                     raise StorageError(f"cannot write {self.uri}/{path}: refused, perhaps as it is a folder") from error
-                if not _transient(error):
+                if not transient(error):
                     raise self._explain("write", path, error) from error
                 unclear = True
                 failure = error
@@ -228,7 +294,7 @@ class Store:
                     time.sleep(pause * random.uniform(0.5, 1.0))
         raise self._explain("write", path, failure) from failure
 
-    def _list_s3(self, folder: str) -> Iterator[str]:
+    def _list_s3(self, folder: str) -> Iterator[Entry]:
         bucket, _, top = self._root.partition("/")
         top = f"{top}/" if top else ""
         request: dict[str, Any] = {
@@ -236,18 +302,32 @@ class Store:
             "Prefix": f"{top}{folder}/" if folder else top,
             "MaxKeys": self._page,
         }
-        found: list[str] = []
-        while True:
-            page = self._attempt("list", folder, lambda: self._fs.call_s3("list_objects_v2", **request))
+        found: list[Entry] = []
+        for page in self._pages(folder, "list_objects_v2", request, {"ContinuationToken": "NextContinuationToken"}):
             for item in page.get("Contents", ()):
                 relative = item["Key"][len(top) :]
                 if not relative.endswith("/") and not any(part.startswith(".") for part in relative.split("/")):
-                    found.append(relative)
-            if not page.get("IsTruncated"):
-                break
-            request["ContinuationToken"] = page["NextContinuationToken"]
+                    found.append(Entry(relative, int(item["Size"]), item["LastModified"].timestamp()))
         # Sorted here, because not every server sorts "a.b" before "a/b" as Amazon's does.
-        yield from sorted(found, key=os.fsencode)
+        yield from sorted(found, key=lambda entry: os.fsencode(entry.path))
+
+    def _uploads(self) -> Iterator[Entry]:
+        bucket, _, top = self._root.partition("/")
+        top = f"{top}/" if top else ""
+        markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._pages("", "list_multipart_uploads", {"Bucket": bucket, "Prefix": top}, markers):
+            for item in page.get("Uploads", ()):
+                if item["Key"].startswith(top):
+                    yield Entry(item["Key"][len(top) :], 0, item["Initiated"].timestamp(), item["UploadId"])
+
+    def _pages(self, folder: str, call: str, request: dict[str, Any], markers: dict[str, str]) -> Iterator[Any]:
+        """The answers to a request that gives one page at a time; `markers`: what of a page the next request needs."""
+        while True:
+            page = self._attempt("list", folder, functools.partial(self._fs.call_s3, call, **request))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            request = request | {name: page[found] for name, found in markers.items()}
 
     # -- connection, errors
 
@@ -256,7 +336,7 @@ class Store:
         """The fsspec file system, made on first use in this process (a forked copy of an S3 client does not work)."""
         if self._connected is None or self._pid != os.getpid():
             _INHERITED.append(self._connected)
-            self._connected = _connect(self.is_local, self._options)
+            self._connected = _connect_local() if self.is_local else connect_s3(self._options)
             self._pid = os.getpid()
         return self._connected
 
@@ -268,15 +348,21 @@ class Store:
             try:
                 return call()
             except Exception as error:
-                if pause is None or not _transient(error):
+                if pause is None or not transient(error):
                     raise self._explain(verb, path, error) from error
             time.sleep(pause * random.uniform(0.5, 1.0))
         raise AssertionError("not reached")
 
     def _explain(self, verb: str, path: str, error: BaseException) -> KVCodecError:
         """One sentence for an error of the storage, with the place and without secrets."""
-        status, code = _status(error)
+        status, code = answer(error)
         failed = f"cannot {verb} {self.uri}/{path}".rstrip("/")
+        if verb == "write" and is_full(error):
+            return StoreFull(
+                f"{failed}: {_plain(error)}: the store is full; free space, raise its quota or run jobs/gc.py"
+            )
+        if verb == "write" and code == "EntityTooLarge":
+            return StoreFull(f"{failed}: it is larger than this server takes; pass a smaller --chunk-tokens")
         if not self.is_local:
             if code == "NoSuchBucket":
                 return UserError(f"{failed}: the bucket {self._root.partition('/')[0]} does not exist")
@@ -314,79 +400,11 @@ def _check_marker(data: bytes, uri: str) -> None:
         )
 
 
-def _connect(is_local: bool, options: dict[str, Any]) -> Any:
-    if is_local:
-        return fsspec.filesystem("file", skip_instance_cache=True)
-    options = {"use_listings_cache": False, **options}
-    options["config_kwargs"] = {
-        "retries": {"total_max_attempts": 1},  # we repeat requests ourselves, since we must know that one was repeated
-        "connect_timeout": 10,
-        "read_timeout": 60,
-        **options.get("config_kwargs", {}),
-    }
-    options["client_kwargs"] = dict(options.get("client_kwargs", {}))
-    if os.environ.get("AWS_REGION"):
-        options["client_kwargs"].setdefault("region_name", os.environ["AWS_REGION"])
-    connected = fsspec.filesystem("s3", skip_instance_cache=True, **options)
-    connected.retries = 1
-    return connected
-
-
-def _status(error: BaseException) -> tuple[int, str]:
-    """(HTTP status, error code) of an S3 error; (0, "") where the server did not answer."""
-    for candidate in (error, error.__cause__):
-        response = getattr(candidate, "response", None)
-        if isinstance(response, dict):
-            status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            return status, str(response.get("Error", {}).get("Code", ""))
-    return 0, ""
-
-
-def _lost_race(error: BaseException | None) -> bool:
-    """Whether a conditional write was refused because the object exists (s3fs has a class for Amazon's answer only)."""
-    while error is not None:
-        if isinstance(error, FileExistsError) or _status(error)[0] == 412:
-            return True
-        error = error.__context__  # aborting a multipart upload may have failed on top of it
-    return False
-
-
-def _transient(error: BaseException) -> bool:
-    """Whether the same request may succeed a moment later."""
-    status, code = _status(error)
-    if status:
-        return status in (408, 409, 429) or status >= 500 or code in ("RequestTimeout", "IncompleteBody")
-    if isinstance(error, (TimeoutError, ConnectionError)):
-        return True
-    # By name, so that a local store needs neither botocore nor aiohttp.
-    bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(error).__mro__}
-    return not bases.isdisjoint(_TRANSIENT)
+def _connect_local() -> Any:
+    return fsspec.filesystem("file", skip_instance_cache=True)
 
 
 def _plain(error: BaseException) -> str:
     """The error's text on one line, without credentials."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (without_secrets(text).rstrip(".") or type(error).__name__)[:300]
-
-
-def _link(temporary: str, final: str) -> bool:
-    """Give a complete file its name, unless something has it: of several processes one gets True."""
-    try:
-        os.link(temporary, final)
-    except FileExistsError:
-        if os.path.isdir(final):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), final) from None
-        # NFS can say so of a request that it has done, when its first answer was lost: our file has two names then.
-        return os.stat(temporary).st_nlink > 1
-    return True
-
-
-def _fsync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot do this for a folder
-            raise
-    finally:
-        os.close(descriptor)

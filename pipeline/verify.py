@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import codec
 from codec.errors import DataError, StorageError
-from pipeline.chain import Chain, Tokens, decode_blob
+from pipeline.chain import Chain, Place, Tokens, decode_blob
 from pipeline.paths import blob_path
-from pipeline.work import Job
 
 CHECKSUM_BYTES = 16
 
@@ -20,12 +19,15 @@ class Findings:
 
     verified: list[bytes] = field(default_factory=list)
     failed: dict[bytes, str] = field(default_factory=dict)
+    behind: set[bytes] = field(
+        default_factory=set
+    )  # those of `failed` that were not decoded, as one before them failed
 
 
 class ChainVerifier:
     """Decodes prompts one after another, keeping the predictor's state of the last one."""
 
-    def __init__(self, job: Job, predictor: codec.Predictor, profile: codec.Profile) -> None:
+    def __init__(self, job: Place, predictor: codec.Predictor, profile: codec.Profile) -> None:
         self._job = job
         self._predictor = predictor
         self._profile = profile
@@ -84,6 +86,8 @@ class ChainVerifier:
                 path = blob_path(self._job.target, self._job.profile, key)
                 place = f"{self._job.store.uri}/{path}"
                 findings.failed[key] = message if number == 0 else f"{place}: not decoded, a chunk before it failed"
+                if number:
+                    findings.behind.add(key)
 
 
 def differing_tensor(found: bytes, expected: bytes | None) -> str | None:

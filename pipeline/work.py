@@ -30,6 +30,22 @@ KEPT = "kept"  # stored and committed before; decoded only to continue from its 
 ALL = Verify(1.0)
 
 
+class OtherBits(DataError):
+    """A chunk is gone, and computed again it holds other bits than those that stored chunks follow from."""
+
+    def __init__(self, message: str, key: bytes = b"", digest: bytes = b"") -> None:
+        """key: the chunk's; digest: that of the chain's bits it had."""
+        super().__init__(message, key, digest)
+
+    @property
+    def chunk(self) -> tuple[bytes, bytes]:
+        """Key, and the digest of the chain's bits up to and with the chunk, as they were."""
+        return self.args[1], self.args[2]
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 @dataclass(frozen=True)
 class Job:
     """What every actor of a job is told. Secrets are not among it: tenants are named by a hash of their salt."""
@@ -41,7 +57,7 @@ class Job:
     chunk_tokens: int
     predictor_kind: str
     loop: str
-    tenant: str
+    tenant: str  # of records without a salt of their own
     predictor: bytes = b""
     profile: bytes = b""
     verify: Verify = ALL
@@ -84,6 +100,17 @@ class PromptRef:
     row: int
     n_tokens: int
     keys: tuple[bytes, ...]
+    tenant: str = ""
+    root: bytes = b""  # key of the empty prefix, from which the keys follow
+
+    def to_plain(self) -> dict[str, Any]:
+        """As data that JSON can say."""
+        return asdict(self) | {"keys": [key.hex() for key in self.keys], "root": self.root.hex()}
+
+    @staticmethod
+    def from_plain(data: Mapping[str, Any]) -> PromptRef:
+        """Read what `to_plain` gave."""
+        return PromptRef(**(dict(data) | {"keys": _keys(data["keys"]), "root": bytes.fromhex(data["root"])}))
 
 
 @dataclass(frozen=True)
@@ -96,7 +123,7 @@ class Group:
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""
-        prompts = [asdict(p) | {"keys": [k.hex() for k in p.keys]} for p in self.prompts]
+        prompts = [prompt.to_plain() for prompt in self.prompts]
         lost = {key.hex(): digest.hex() for key, digest in self.lost.items()}
         return json.dumps({"prompts": prompts, "todo": sorted(k.hex() for k in self.todo), "lost": lost})
 
@@ -104,14 +131,14 @@ class Group:
     def from_json(text: str) -> Group:
         """Read what `to_json` wrote."""
         data = json.loads(text)
-        prompts = tuple(PromptRef(**(p | {"keys": _keys(p["keys"])})) for p in data["prompts"])
+        prompts = tuple(map(PromptRef.from_plain, data["prompts"]))
         lost = {bytes.fromhex(key): bytes.fromhex(digest) for key, digest in data["lost"].items()}
         return Group(prompts, frozenset(_keys(data["todo"])), lost)
 
 
 def make_group(prompts: Iterable[Prompt], stored: frozenset[bytes], lost: Mapping[bytes, bytes]) -> Group:
     """A group of planned prompts, with what an actor has to know about their chunks."""
-    refs = tuple(PromptRef(p.id, p.part, p.row, p.n_tokens, tuple(p.all_keys())) for p in prompts)
+    refs = tuple(PromptRef(p.id, p.part, p.row, p.n_tokens, tuple(p.all_keys()), p.tenant, p.root) for p in prompts)
     keys = {key for ref in refs for key in ref.keys}
     return Group(refs, frozenset(keys - stored), {key: lost[key] for key in keys & lost.keys()})
 
@@ -150,7 +177,7 @@ class GroupResult:
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""
         data = asdict(self)
-        data["prompts"] = [asdict(p) | {"keys": [k.hex() for k in p.keys]} for p in self.prompts]
+        data["prompts"] = [prompt.to_plain() for prompt in self.prompts]
         data["chunks"] = [asdict(c) | {"key": c.key.hex()} for c in self.chunks]
         data["verified"] = [key.hex() for key in self.verified]
         data["failed"] = {key.hex(): message for key, message in self.failed.items()}
@@ -160,7 +187,7 @@ class GroupResult:
     def from_json(text: str) -> GroupResult:
         """Read what `to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
-        data["prompts"] = tuple(PromptRef(**(p | {"keys": _keys(p["keys"])})) for p in data["prompts"])
+        data["prompts"] = tuple(map(PromptRef.from_plain, data["prompts"]))
         data["chunks"] = [ChunkFigures(**(c | {"key": bytes.fromhex(c["key"])})) for c in data["chunks"]]
         data["verified"] = list(_keys(data["verified"]))
         data["failed"] = {bytes.fromhex(key): message for key, message in data["failed"].items()}

@@ -1,6 +1,5 @@
 """The Parquet index on a local store, and the layout of paths."""
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,11 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "ideal_bits_k": 7100.5,
         "ideal_bits_v": None,
         "escapes": 0,
-        "layer_checksums": os.urandom(64),
+        "layer_checksums": number.to_bytes(64, "big"),
         "parent_digest": bytes(16),
-        "chain_digest": os.urandom(16),
+        "chain_digest": number.to_bytes(16, "big"),
         "tenant": "",
+        "root_key": None,
         "created": datetime(2026, 11, 29, 12, 0, tzinfo=UTC),
         "host_arch": "x86_64",
         "torch_version": "2.13.0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -153,10 +154,17 @@ def test_work_items_cover_each_file_and_a_small_limit_needs_one_shard() -> None:
 
 
 def test_a_part_is_named_by_what_it_holds() -> None:
-    row = {"id": "a", "payload": "{}", "token_ids": [1, 2]}
+    row = {"id": "a", "payload": "{}", "token_ids": [1, 2], "tenant": ""}
     assert part_name([row]) == part_name([dict(row)])
     assert part_name([row]) != part_name([row | {"token_ids": [1, 3]}])
     assert part_name([row]) != part_name([row, row])
+    assert part_name([row]) != part_name([row | {"tenant": "ab" * 32}])
+
+
+def test_one_id_of_two_tenants_is_two_prompts() -> None:
+    prompts = [replace(prompt("a", [1], place, content="x"), tenant=name) for place, name in enumerate(["", "t", "t"])]
+    admitted = admit(prompts, [], limit=None, skip_bad=False, corpus="corpus.jsonl")
+    assert [p.tenant for p in admitted.prompts] == ["", "t"] and admitted.duplicates == 1
 
 
 # ---------------------------------------------------------------- options

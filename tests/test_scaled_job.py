@@ -47,7 +47,7 @@ def same_threads() -> Iterator[None]:
 def tokenised(prepared: Prepared) -> list[Prompt]:
     """The corpus' prompts, under the keys of what is known when it is tokenised."""
     job = prepared.job
-    settings = Tokenising(job.store, job.model, job.target, prepared.root, CHUNK, 1024, 384, None, None, True)
+    settings = Tokenising(job.store, job.model, job.target, prepared.roots, 1024, 384, None, None, True)
     item = {"file": [prepared.files[0]], "index": [0], "shard": [0], "shards": [1]}
     found, bad = split_rows(Tokenise(settings)(item))
     return admit(found, bad, limit=None, skip_bad=False, corpus="corpus").prompts
@@ -91,7 +91,7 @@ def test_an_fp8_corpus_from_tokens_to_verified_blobs(tiny_model: Path, tmp_path:
         prepared = scaled(prepared, provisional)
         stage = Rekey(prepared.job.store, prepared.root, CHUNK)
         found = with_keys(provisional, stage({"part": sorted({p.part for p in provisional})}))
-        assert [replace(p, keys=b"") for p in found] == [replace(p, keys=b"") for p in provisional]
+        assert [replace(p, keys=b"", root=b"") for p in found] == [replace(p, keys=b"", root=b"") for p in provisional]
         assert not {k for p in found for k in p.all_keys()} & {k for p in provisional for k in p.all_keys()}
         # A second run knows the scales from the start: it tokenises to these keys at once, into the same part.
         assert prepare(options).job.scales == prepared.job.scales

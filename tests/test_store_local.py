@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 from codec.errors import StorageError, UserError
 from pipeline import store as store_module
 from pipeline.secrets import without_secrets
-from pipeline.store import Store
+from pipeline.store import Entry, Store, StoreFull
 from tests.store_conformance import StoreConformance
 
 NOBODY = 65534
@@ -24,6 +25,18 @@ class TestLocalStore(StoreConformance):
     @pytest.fixture
     def uri(self, tmp_path: Path) -> str:
         return f"file://{tmp_path}/deep/er/store"
+
+    def leave_behind(self, store: Store, path: str) -> None:
+        folder = Path(store.uri.removeprefix("file://")) / os.path.dirname(path)
+
+        def write() -> None:
+            store_module.link_new = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+            store.put_new(path, b"half")
+
+        writer = multiprocessing.get_context("fork").Process(target=write)
+        writer.start()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL and any(name.endswith(".tmp") for name in os.listdir(folder))
 
 
 def files_below(folder: Path) -> list[str]:
@@ -135,7 +148,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full_disk)
-        with pytest.raises(StorageError, match=f"cannot write file://{tmp_path}/a/c: No space left on device"):
+        with pytest.raises(StoreFull, match=f"cannot write file://{tmp_path}/a/c: No space left on device: the store"):
             store.put_new("a/c", b"2")
     assert files_below(tmp_path) == ["a/b", "store.json"]
     assert store.put_new("a/c", b"2")
@@ -212,3 +225,33 @@ def test_secrets_are_taken_out_of_messages(monkeypatch: pytest.MonkeyPatch) -> N
     assert store_module._plain(error) == "no answer from http://host/x with ***"
     monkeypatch.setenv("HF_TOKEN", "hf_hidden")
     assert without_secrets("https://hub/?t=hf_hidden") == "https://hub/?t=***"
+
+
+def test_only_temporary_files_are_discarded(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    store.put_new("a/b", b"1")
+    with pytest.raises(ValueError, match="no temporary file"):
+        store.discard(Entry("a/b", 1, 0.0))
+    assert store.exists("a/b")
+
+
+def test_a_real_full_disk(tmp_path: Path) -> None:
+    """A file system of 1 MiB, mounted in a name space of its own: what fits is kept, what does not leaves nothing."""
+    code = (
+        "import sys\nfrom pipeline.store import Store, StoreFull\nstore = Store.open(sys.argv[1])\n"
+        "store.put_new('small', bytes(1000))\n"
+        "try: store.put_new('large', bytes(2 << 20))\n"
+        "except StoreFull as error: print(error)\n"
+        "print(*store.list(), *store.leftovers())\n"
+    )
+    script = f'mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}/s'
+    result = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", script, code], capture_output=True, text=True, check=False
+    )
+    if result.returncode and ("unshare" in result.stderr or "mount" in result.stderr):
+        pytest.skip(f"no file system can be mounted here: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == (
+        f"cannot write file://{tmp_path}/s/large: No space left on device: the store is full; free space, raise its quota "
+        "or run jobs/gc.py\nsmall store.json\n"
+    )

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from codec.errors import StorageError, UserError
 from pipeline import store as store_module
-from pipeline.store import ObjectMissing, Store
+from pipeline.store import ObjectMissing, Store, StoreFull
 from tests.s3_server import BUCKET, s3_server
 from tests.store_conformance import StoreConformance
 
@@ -38,7 +39,10 @@ def uri() -> str:
 
 
 class TestS3Store(StoreConformance):
-    pass
+    def leave_behind(self, store: Store, path: str) -> None:
+        bucket, _, key = f"{store._root}/{path}".partition("/")
+        upload = store._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+        store._fs.call_s3("upload_part", Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"half")
 
 
 @pytest.fixture
@@ -177,3 +181,23 @@ def test_write_that_lands_after_it_was_given_up(
     monkeypatch.setattr(store, "get", get_before_it_lands)
     assert store.put_new("a", b"mine") is ours
     assert len(looks) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (507, "XMinioStorageFull", "the store is full; free space"),
+        (403, "QuotaExceeded", "the store is full; free space"),
+        (400, "EntityTooLarge", "larger than this server takes; pass a smaller --chunk-tokens"),
+    ],
+)
+def test_a_full_server_says_so_at_once(uri: str, status: int, code: str, message: str) -> None:
+    """No server here can be filled, so its answer is made up; that it is not asked again is what counts."""
+    store = Store.open(uri)
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = OSError(f"{code} of the server")
+    error.__cause__ = ClientError(answer, "PutObject")
+    store._connected = Flaky(store._fs, 1, error, after=None)
+    with pytest.raises(StoreFull, match=f"cannot write {uri}/a: .*{message}"):
+        store.put_new("a", b"1")
+    assert store._connected.failures == 0 and not store.exists("a")

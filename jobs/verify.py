@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Verify a store: list what is missing, corrupt, orphaned or mismatched, each with its path and cause.
+
+    python jobs/verify.py --store URI [--model NAME | --target FINGERPRINT] [--sample F] [--deep] [--repair]
+
+Every object is read and its checksums are computed; with --deep every chunk is decoded too, from the store alone. Exit status: 0
+if nothing is wrong, 1 if something is (also where a repair has just mended it), 2 for a request that cannot be met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+
+from jobs.arguments import GRACE, add_store, seconds
+from jobs.exits import exit_status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="verify.py", description="Verify a store, and repair it.")
+    add = p.add_argument
+    add_store(p)
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="NAME", help="only what is stored for a model of this name")
+    which.add_argument("--target", metavar="FP", help="only this target's fingerprint, or the beginning of it")
+    add("--sample", type=float, default=1.0, metavar="F", help="only this share of the chunks (default: 1, all)")
+    add("--deep", action="store_true", help="decode the chunks too, from stored bytes alone")
+    add("--repair", action="store_true", help="put aside or delete what is wrong, so that the next job makes it again")
+    add("--grace", type=seconds, default=GRACE, metavar="TIME", help="younger orphans are left alone (default: 24h)")
+    add("--device", default="cpu", metavar="DEVICE", help="where --deep decodes: cpu, cuda (default: cpu)")
+    add("--debug", action="store_true", help="show tracebacks")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse the command line, verify, and turn errors into one sentence and an exit status."""
+    given = parser().parse_args(arguments)
+    return exit_status(lambda: verify(given), debug=given.debug)
+
+
+def verify(given: argparse.Namespace) -> int:
+    """Look, decode if asked to, list, repair if asked to."""
+    from pipeline.audit import KINDS, audit
+    from pipeline.deep import decode_store
+    from pipeline.options import Verify
+    from pipeline.repair import repair
+    from pipeline.report import say, show_rows
+    from pipeline.store import Store
+
+    notes, result = Console(stderr=True), Console()
+    sample = Verify.parse("all" if given.sample == 1 else f"sample:{given.sample}")
+    store = Store.open(given.store, create=False)
+    found = audit(
+        store, grace=given.grace, selects=sample.selects, model=given.model, target=given.target, checksums=given.deep
+    )
+    if given.deep:
+        decode_store(found, given.device, progress(notes))
+    for fault in found.faults:
+        say(result, f"{fault.kind}: {fault.path}: {fault.cause}")
+    rows = [("generations", f"{len(found.generations):,}"), ("index rows", f"{found.rows:,}")]
+    rows.append(("blobs", f"{found.blobs:,}, {found.checked:,} read, {found.decoded:,} decoded"))
+    if found.undecoded:
+        rows.append(("not decoded", f"{found.undecoded:,}, which follow from one that is listed"))
+    show_rows(result, f"verified {store.uri}", [*rows, *((kind, f"{found.count(kind):,}") for kind in KINDS)])
+    if given.repair and found.faults:
+        done = repair(found, lambda text: say(result, text))
+        say(result, f"{done:,} things were done; run the job again, which makes up for what is gone")
+    return 1 if found.faults else 0
+
+
+def progress(notes: Console) -> Any:
+    """A line every few seconds."""
+    from time import monotonic
+
+    from pipeline.report import say
+
+    last = monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if monotonic() - last > 10:
+            last = monotonic()
+            say(notes, text)
+
+    return tell
+
+
+if __name__ == "__main__":
+    sys.exit(main())

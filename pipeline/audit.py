@@ -1,0 +1,313 @@
+"""What is wrong with a store, found without decoding: missing, corrupt, orphaned and mismatched objects.
+
+    missing      an index row without its blob, a generation without its profile or predictor, a chunk without its prompt
+    corrupt      an object whose own checksum or name does not fit its bytes, or that cannot be read
+    orphaned     a blob without an index row
+    mismatched   intact by itself, and not what its place, its row or its chain say
+
+Every blob is read and its checksum computed. What its bits mean is found by pipeline/deep.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+
+import codec
+from codec import blob as blobs
+from codec.checksums import chain, digest
+from codec.errors import BlobError, DataError, StorageError, UnsupportedVersion, UserError
+from codec.scales import CacheScales
+from pipeline.catalogue import Generation, Row, generations, is_root, read_generation, stored_prompts
+from pipeline.paths import BY_CONFIG, PROFILES, SCALES, blob_path, predictor_path, profile_path
+from pipeline.store import Entry, ObjectMissing, Store
+
+MISSING, CORRUPT, ORPHANED, MISMATCHED = KINDS = ("missing", "corrupt", "orphaned", "mismatched")
+
+# What a repair does about a fault.
+NOTHING = "nothing"  # the next run of the job makes up for it, or nobody can
+QUARANTINE = "quarantine"  # put the object aside; the next run of the job makes it again
+DELETE = "delete"
+DROP = "drop"  # rows, all that follow from them, and their blobs; the next run makes them again
+
+AT_ONCE = 16  # blobs in memory
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong: its kind, its path in the store, half a sentence, and what a repair does about it."""
+
+    kind: str
+    path: str
+    cause: str
+    remedy: str = NOTHING
+    owner: tuple[bytes, bytes] = (b"", b"")  # target and profile
+    rows: frozenset[bytes] = frozenset()  # to drop, by id
+
+
+@dataclass
+class Audit:
+    """What was looked at and what is wrong with it."""
+
+    store: Store
+    grace: float  # seconds; younger orphans may be a running job's
+    selects: Callable[[bytes], bool]  # which chunks' blobs are read
+    faults: list[Fault] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    rows: int = 0
+    blobs: int = 0
+    checked: int = 0  # blobs that were read
+    decoded: int = 0  # chunks
+    undecoded: int = 0  # chunks that were to be decoded and follow from one with a fault
+    unusable: set[bytes] = field(default_factory=set)  # profiles that are damaged or gone, or whose predictor is
+
+    def add(self, kind: str, path: str, cause: object, remedy: str = NOTHING, gen: Generation | None = None,
+            rows: Iterable[bytes] = ()) -> None:  # fmt: skip
+        """Note a fault; `cause` may be an error, whose text needs no end and no place."""
+        text = str(cause).removeprefix(f"{self.store.uri}/{path}: ").rstrip(".")
+        owner = (b"", b"") if gen is None else (gen.target, gen.profile)
+        self.faults.append(Fault(kind, path, text, remedy, owner, frozenset(rows)))
+
+    def count(self, kind: str) -> int:
+        """How many faults are of a kind."""
+        return sum(fault.kind == kind for fault in self.faults)
+
+
+def audit(
+    store: Store, *, grace: float, selects: Callable[[bytes], bool], model: str | None = None,
+    target: str | None = None, checksums: bool = False,
+) -> Audit:  # fmt: skip
+    """Look at a store, or at the generations of one model's name or of one target's fingerprint (or its beginning).
+
+    checksums: keep what decoding is compared with.
+
+    Raises:
+        UserError: `target` or `model` name nothing in the store.
+        StorageError: the storage failed; an object that alone cannot be read is a fault.
+    """
+    found = Audit(store, grace, selects)
+    for gen in generations(store, target=target).values():
+        before = len(found.faults)
+        read_generation(
+            store,
+            gen,
+            checksums=checksums,
+            broken=lambda path, error: found.add(CORRUPT, path, error, QUARANTINE),
+            wrong=lambda path, error: found.add(MISMATCHED, path, error),
+        )
+        if model is None or model in gen.models:
+            found.generations.append(gen)
+        else:
+            del found.faults[before:]
+    if model is not None and not found.generations:
+        raise UserError(f"the store {store.uri} holds nothing of a model named {model!r}")
+    for gen in found.generations:
+        found.rows += len(gen.rows)
+        found.blobs += len(gen.blobs)
+        check_rows(found, gen)
+        check_blobs(found, gen)
+        check_prompts(found, gen)
+    everything = model is None and target is None
+    named = check_pointers(found) if everything else set()
+    for profile in sorted(named | {gen.profile for gen in found.generations}):
+        check_codec(found, profile)
+    return found
+
+
+# ---------------------------------------------------------------- rows
+def check_rows(found: Audit, gen: Generation) -> None:
+    """Whether each row follows from the row that it names as its parent."""
+    ids = gen.ids
+    for row in (row for rows in gen.rows.values() for row in rows):
+        if row.parent_key is None or row.parent in ids:
+            if row.parent_key is None and not is_root(row):
+                found.add(MISMATCHED, row.part, f"its row of chunk {row.key.hex()} has no parent key and yet a parent's digest",
+                          DROP, gen, [row.id])  # fmt: skip
+            continue
+        path = blob_path(gen.target, gen.profile, row.parent_key)
+        if row.parent_key in gen.rows:
+            cause = f"chunk {row.key.hex()} follows from other bits than its index row says"
+            found.add(MISMATCHED, path, cause, DROP, gen, [row.id])
+        elif row.parent_key not in gen.blobs:
+            cause = f"chunk {row.key.hex()} follows from it, and neither its blob nor its index row is there"
+            found.add(MISSING, path, cause, DROP, gen, [row.id])
+
+
+# ---------------------------------------------------------------- blobs
+def check_blobs(found: Audit, gen: Generation) -> None:
+    """Rows without blobs, and every selected blob against its own checksums, its path and its rows."""
+    for key, rows in gen.rows.items():
+        if key not in gen.blobs and found.selects(key):
+            path = blob_path(gen.target, gen.profile, key)
+            several = [row.id for row in rows] if len(rows) > 1 else []  # then none of them says what it has to be
+            found.add(MISSING, path, "an index row says that it is stored", DROP if several else NOTHING, gen, several)
+    selected = [(key, entry) for key, entry in gen.blobs.items() if found.selects(key)]
+    followed = gen.parents()
+    with ThreadPoolExecutor(AT_ONCE // 2) as pool:
+        waiting = iter(selected)
+        while some := list(islice(waiting, AT_ONCE)):
+            found.checked += len(some)
+            for (key, entry), data in zip(
+                some, pool.map(lambda item: _get(found.store, item[1].path), some), strict=True
+            ):
+                _check_blob(found, gen, key, entry, data, key in followed)
+
+
+def _get(store: Store, path: str) -> bytes | StorageError:
+    try:
+        return store.get(path)
+    except StorageError as error:
+        return error
+
+
+def _check_blob(
+    found: Audit, gen: Generation, key: bytes, entry: Entry, data: bytes | StorageError, followed: bool
+) -> None:
+    rows = gen.rows.get(key, [])
+    if isinstance(data, ObjectMissing):
+        if rows:
+            found.add(MISSING, entry.path, "an index row says that it is stored, and it was deleted a moment ago")
+        return
+    if isinstance(data, StorageError):
+        found.add(CORRUPT, entry.path, data)
+        return
+    try:
+        header = codec.read_header(data)
+        blobs.streams(data, header)  # the checksum of the whole
+    except BlobError as error:
+        if isinstance(error, UnsupportedVersion) and digest(data[:-16]) == data[-16:]:
+            found.add(MISMATCHED, entry.path, error)  # intact, and for another release to read
+            return
+        found.add(CORRUPT, entry.path, error, QUARANTINE, gen)
+        return
+    wrong = _misplaced(header, gen, key)
+    if wrong:
+        found.add(MISMATCHED, entry.path, wrong, QUARANTINE, gen)
+    elif not rows:
+        _orphan(found, gen, entry, followed)
+    else:
+        _compare(found, gen, entry, len(data), header, rows)
+
+
+def _misplaced(header: codec.BlobHeader, gen: Generation, key: bytes) -> str:
+    """What of a blob's header does not fit its path; "" if all does."""
+    place = (
+        ("target", header.target, gen.target),
+        ("profile", header.profile, gen.profile),
+        ("prefix key", header.prefix_key, key),
+    )
+    for name, got, want in place:
+        if got != want:
+            return f"its {name} is {got.hex()[:16]}…, and its place is that of {want.hex()[:16]}…"
+    return ""
+
+
+def _orphan(found: Audit, gen: Generation, entry: Entry, followed: bool) -> None:
+    if not gen.readable:
+        cause, remedy = (
+            "no index row says so, and part of the index cannot be read; a run of the job adopts it",
+            NOTHING,
+        )
+    elif followed:
+        cause, remedy = "it has no index row, and chunks follow from it; a run of the job adopts it", NOTHING
+    elif time.time() - entry.modified < found.grace:
+        cause, remedy = "it has no index row; it is young, and may be the work of a running job", NOTHING
+    else:
+        cause, remedy = "it has no index row", DELETE
+    found.add(ORPHANED, entry.path, cause, remedy, gen)
+
+
+def _compare(found: Audit, gen: Generation, entry: Entry, size: int, header: codec.BlobHeader, rows: list[Row]) -> None:
+    held = chain(header.parent_digest, header.layer_checksums)
+    fitting = [row for row in rows if row.chain_digest == held]
+    if not fitting:
+        parent = "" if header.parent_digest == rows[0].parent_digest else ", and it follows from another parent's"
+        cause = f"it holds other bits than its index row says{parent}"
+        if len(rows) > 1:
+            found.add(
+                MISMATCHED, entry.path, f"none of its {len(rows)} index rows fits it", DROP, gen, [r.id for r in rows]
+            )
+        found.add(MISMATCHED, entry.path, cause, QUARANTINE, gen)
+        return
+    row = fitting[0]
+    facts = (
+        ("first token", header.first_token, row.first_token),
+        ("number of tokens", header.tokens, row.tokens),
+        ("cache format", header.format.name, row.cache_format),
+        ("predictor", header.predictor.hex(), row.predictor.hex()),
+        ("size", size, row.stored_bytes),
+    )
+    for name, got, want in facts:
+        if got != want:
+            found.add(MISMATCHED, entry.path, f"its {name} is {got}, and {want} in its index row", DROP, gen, [row.id])
+    others = [other for other in rows if other.chain_digest != held]
+    for other in others:
+        cause = f"its row of chunk {other.key.hex()} says other bits than the blob holds"
+        found.add(MISMATCHED, other.part, cause, DROP, gen, [other.id])
+
+
+# ---------------------------------------------------------------- what decoding needs besides
+def check_codec(found: Audit, profile: bytes) -> None:
+    """A profile, and the predictor that it names."""
+    before, path = len(found.faults), profile_path(profile)
+    try:
+        data = found.store.get(path)
+        if codec.content_id(data) != profile:
+            raise DataError("its bytes have another digest than its name")
+        path = predictor_path(codec.Profile.from_bytes(data).predictor)
+        if codec.content_id(found.store.get(path)) != bytes.fromhex(path.rpartition("/")[2].partition(".")[0]):
+            raise DataError("its bytes have another digest than its name")
+    except ObjectMissing:
+        count = sum(len(gen.blobs) for gen in found.generations if gen.profile == profile)
+        found.add(MISSING, path, f"{count} blobs cannot be decoded without it; run the job on its calibration corpus")
+    except (DataError, StorageError) as error:
+        found.add(CORRUPT, path, error, QUARANTINE if isinstance(error, DataError) else NOTHING)
+    if len(found.faults) > before:
+        found.unusable.add(profile)
+
+
+def check_prompts(found: Audit, gen: Generation) -> None:
+    """Whether the tokens of every chunk are there: chunks are decoded along the prompts that they are made of."""
+    bad: list[str] = []
+
+    def broken(path: str, error: DataError) -> None:
+        bad.append(path)
+        if not any(fault.path == path for fault in found.faults):
+            found.add(CORRUPT, path, error, QUARANTINE)
+
+    reached = {key for prompt in stored_prompts(found.store, gen, broken=broken) for key in prompt.keys}
+    for key, rows in gen.rows.items():
+        if key in reached or not found.selects(key):
+            continue
+        path = blob_path(gen.target, gen.profile, key)
+        if all(row.root_key is None for row in rows):
+            found.add(MISSING, path, "its index row is older than root keys, so that its prompt cannot be found")
+        else:
+            found.add(
+                MISSING, path, "no stored prompt is made of it, so its tokens are gone; run the job on its corpus"
+            )
+
+
+def check_pointers(found: Audit) -> set[bytes]:
+    """The small objects that name the profile in use, and the scales of FP8 caches; the profiles that are named."""
+    named: set[bytes] = set()
+    for path in found.store.list(f"{PROFILES}/{BY_CONFIG}"):
+        try:
+            profile = bytes.fromhex(found.store.get(path).decode("ascii").strip())
+            profile_path(profile)
+            named.add(profile)
+        except ObjectMissing:
+            continue
+        except (ValueError, DataError):
+            found.add(CORRUPT, path, "it does not name a profile", QUARANTINE)
+    for path in found.store.list(f"{SCALES}/{BY_CONFIG}"):
+        try:
+            CacheScales.from_bytes(found.store.get(path))
+        except ObjectMissing:
+            continue
+        except DataError as error:
+            found.add(CORRUPT, path, error, QUARANTINE)
+    return named

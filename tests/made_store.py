@@ -1,0 +1,191 @@
+"""A store with a few compressed prompts, made without Ray: the bodies of the main job's stages one after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import codec
+from pipeline.actors import EncodeActor, VerifyActor
+from pipeline.calibration import Calibrator, choose_sample, find_profile, offer_profile
+from pipeline.committed import Committed, find_committed
+from pipeline.encode import ChainEncoder
+from pipeline.heal import computed
+from pipeline.lease import at_work
+from pipeline.options import Options
+from pipeline.paths import blob_path
+from pipeline.plan import Plan, Prompt, admit, make_plan
+from pipeline.prompts import Tokenise, Tokenising, split_rows
+from pipeline.run import Prepared, prepare
+from pipeline.store import Store
+from pipeline.target import Target
+from pipeline.work import Device, GroupResult, Job, make_group
+
+CHUNK = 32
+DEVICE = Device("cpu", False, 1)
+
+
+def numbers(seed: int, count: int) -> list[int]:
+    """Random token ids."""
+    return [int(n) for n in np.random.default_rng(seed).integers(3, 384, count)]
+
+
+SHARED = numbers(1, 64)
+# Two that share two chunks, and one of its own: 3 + 1 + 3 distinct chunks.
+RECORDS: list[dict[str, Any]] = [
+    {"id": "a", "token_ids": SHARED + numbers(2, 30)},
+    {"id": "b", "token_ids": SHARED + numbers(3, 20)},
+    {"id": "c", "token_ids": numbers(4, 70)},
+]
+
+
+class Silent:
+    """A reporter that tells nobody."""
+
+    def add(self, counts: object) -> None:
+        """Nothing."""
+
+
+def options_of(model: Path, folder: Path, records: Iterable[dict[str, Any]] = RECORDS, **changes: Any) -> Options:
+    """Options of a job on these records, written into `folder`."""
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = Options(str(model), str(corpus), str(folder / "store"), predictor="int8", loop="open", chunk_tokens=CHUNK)
+    return replace(given, **changes)
+
+
+def tokenise(prepared: Prepared) -> list[Prompt]:
+    """The corpus' prompts."""
+    job = prepared.job
+    settings = Tokenising(job.store, job.model, job.target, prepared.roots, 1024, 384, None, None, True)
+    item = {"file": [prepared.files[0]], "index": [0], "shard": [0], "shards": [1]}
+    found, bad = split_rows(Tokenise(settings)(item))
+    return admit(found, bad, limit=None, skip_bad=False, corpus="corpus").prompts
+
+
+def with_profile(job: Job, prompts: list[Prompt]) -> Job:
+    """With the profile in use, calibrated on these prompts if there is none."""
+    found = find_profile(job)
+    if found is not None:
+        return found
+    actor, samples = Calibrator(job, DEVICE), choose_sample(prompts, CHUNK)
+    actor.load(actor.build(actor.ranges(samples) if job.rung.calibrated else None, samples))
+    moments: codec.Moments | None = None
+    for sample in samples:
+        measured = actor.measure(sample)
+        if moments is None:
+            moments = measured
+        else:
+            moments.add(measured)
+    assert moments is not None
+    return offer_profile(job, actor.freeze(moments))
+
+
+@dataclass
+class Made:
+    """What a job left."""
+
+    job: Job
+    plan: Plan
+    results: list[GroupResult]
+    notes: list[str]
+
+    @property
+    def store(self) -> Store:
+        """The store it wrote to."""
+        return self.job.store
+
+    def keys(self, name: str, tenant: str = "") -> list[bytes]:
+        """Keys of the prompt's chunks."""
+        (found,) = (p for p in self.plan.prompts if (p.id, p.tenant) == (name, tenant))
+        return found.all_keys()
+
+    def path(self, name: str, index: int) -> str:
+        """Path of a prompt's chunk."""
+        return blob_path(self.job.target, self.job.profile, self.keys(name)[index])
+
+    def computed(self) -> int:
+        """Tokens that the last run put through the target."""
+        return sum(result.target_tokens for result in self.results)
+
+    def copy(self, folder: Path) -> Made:
+        """The same in another folder."""
+        shutil.copytree(self.store.uri.removeprefix("file://"), folder / "store")
+        return replace(self, job=replace(self.job, store=Store.open(str(folder / "store"))))
+
+
+def make(options: Options, encoder: type[EncodeActor] = EncodeActor) -> Made:
+    """Run the job on the options' corpus and store."""
+    prepared = prepare(options)
+    prompts = tokenise(prepared)
+    job = with_profile(prepared.job, prompts)
+    notes: list[str] = []
+
+    def compute(before: Committed, plan: Plan) -> list[GroupResult]:
+        encode, verify = (kind(job, DEVICE, Silent()) for kind in (encoder, VerifyActor))  # type: ignore[arg-type]
+        return [
+            GroupResult.from_json(text)
+            for group in plan.groups
+            for out in encode({"group": [make_group(group, plan.stored, before.lost).to_json()]})
+            for again in verify({"result": out["result"]})
+            for text in again["result"]
+        ]
+
+    with at_work(job.store):
+        results, _, plan = computed(job, planned(job, prompts), compute, lambda: planned(job, prompts), notes.append)
+    assert not any(result.failed for result in results)
+    return Made(job, plan, results, notes)
+
+
+def planned(job: Job, prompts: list[Prompt]) -> tuple[Committed, Plan]:
+    """What is stored of these prompts, and what is to do."""
+    before = find_committed(job, {key for prompt in prompts for key in prompt.all_keys()})
+    return before, make_plan(prompts, CHUNK, stored=frozenset(before.figures), lost=frozenset(before.lost))
+
+
+class ShakenTarget(Target):
+    """The same model on other hardware: last bits of K differ."""
+
+    def prefill(self, cache: Any, token_ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        first = self.length(cache)
+        layers = [
+            ((key.view(torch.int16) ^ 1).view(key.dtype), value) for key, value in super().prefill(cache, token_ids)
+        ]
+        self.replace(cache, first, layers)
+        return layers
+
+
+class ShakenActor(EncodeActor):
+    """An encode actor on that hardware."""
+
+    def _loaded(self) -> ChainEncoder:
+        encoder = super()._loaded()
+        encoder._target.__class__ = ShakenTarget
+        return encoder
+
+
+def files(store: Store) -> dict[str, bytes]:
+    """Everything in a store."""
+    return {path: store.get(path) for path in store.list()}
+
+
+def overwrite(store: Store, path: str, data: bytes) -> None:
+    """Put other bytes in an object's place."""
+    store.delete(path)
+    store.put_new(path, data)
+
+
+def make_old(store: Store, hours: float = 48) -> None:
+    """Everything in a local store was written so long ago."""
+    then = time.time() - hours * 3600
+    for path in Path(store.uri.removeprefix("file://")).rglob("*"):
+        os.utime(path, (then, then))
