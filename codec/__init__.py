@@ -44,6 +44,7 @@ from codec.predictor import (
     fit_predictor,
     measure_ranges,
 )
+from codec.prefix import PrefixTask, decode_prefixes, fork
 from codec.profile import Profile
 from codec.scales import CacheScales
 
@@ -66,6 +67,7 @@ __all__ = [
     "Moments",
     "Predictor",
     "PredictorState",
+    "PrefixTask",
     "Profile",
     "Ranges",
     "build_model_free",
@@ -77,10 +79,12 @@ __all__ = [
     "content_id",
     "decode",
     "decode_batch",
+    "decode_prefixes",
     "encode",
     "encode_batch",
     "fit_layers",
     "fit_predictor",
+    "fork",
     "freeze",
     "freeze_closed",
     "measure",

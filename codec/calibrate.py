@@ -15,6 +15,7 @@ from codec import narrow, token_scale
 from codec.bins import Bins, density_table
 from codec.chunk import Layers
 from codec.closed_loop import ClosedLoop, Laws, carried_features
+from codec.coders import DEFAULT
 from codec.errors import UserError
 from codec.formats import NumberFormat, number_format
 from codec.geometry import Floats, Geometry
@@ -24,7 +25,7 @@ from codec.known_answer import known_answer
 from codec.loop import Next, follow
 from codec.predictor import Predictor, PredictorState, Shape
 from codec.profile import Arrays, Profile, ProfileFacts
-from codec.residual import CellModel, gaussian_table, quantise_scales
+from codec.residual import gaussian_table, quantise_scales
 from codec.scales import CacheScales
 
 _ABSURD = 2.0**20  # no cache holds such a residual on purpose; one of them must not decide a channel's scale
@@ -88,6 +89,7 @@ def freeze(
     *,
     prefill_tokens: int,
     scales: CacheScales | None = None,
+    coder: str = DEFAULT,
 ) -> Profile:
     """Moments to an open-loop profile with its known-answer digest. Raises UserError when there was nothing to calibrate on."""
     if moments.tokens < 1:
@@ -99,7 +101,7 @@ def freeze(
         "grid": np.array([[s.grid[:, 0] for s in layer] for layer in quantised], dtype=np.int16),
         "reciprocal": np.array([[s.reciprocal[:, 0] for s in layer] for layer in quantised], dtype=np.int32),
     }
-    work = _Work(predictor, target, cache_format, prefill_tokens, scales)
+    work = _Work(predictor, target, cache_format, prefill_tokens, scales, coder)
     return work.profile("open", moments.tokens, tensors)
 
 
@@ -112,6 +114,7 @@ class _Work:
     cache_format: str
     prefill_tokens: int
     scales: CacheScales | None
+    coder: str
 
     def profile(self, loop: str, tokens: int, tensors: Arrays, history: int = 0) -> Profile:
         """Facts and tensors put together, with the known answer."""
@@ -120,7 +123,7 @@ class _Work:
             target=self.target.hex(), predictor=self.predictor.fingerprint.hex(), cache_format=self.cache_format, loop=loop,
             prefill_tokens=self.prefill_tokens, layers=c.layers, hidden=c.hidden, kv_heads=c.kv_heads, head_dim=c.head_dim,
             rope_dim=c.rope_dim, calibration_tokens=tokens, history=history,
-            scale_mode="" if self.scales is None else self.scales.mode,
+            scale_mode="" if self.scales is None else self.scales.mode, coder=self.coder,
         )  # fmt: skip
         more: Arrays = {"table": gaussian_table()}
         if self.scales is not None:
@@ -164,7 +167,6 @@ class ClosedCalibration:
         self._scales = None if scales is None else scales.values.astype(np.float64)
         self._history = predictor.history
         self._bins = Bins(gaussian_table(), density_table(), self._fmt) if self._fmt.coarse else None
-        self._model = CellModel(gaussian_table(), self._fmt)
         self._guesses: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(self._samples)
         self._carries: list[object] = [None] * len(self._samples)
         self._evidence: list[list[NDArray[Any]]] = [[] for _ in self._samples]
@@ -239,9 +241,7 @@ class ClosedCalibration:
     def _loop(self, layer: int, law: JointLayer) -> ClosedLoop:
         scales = None if self._scales is None else self._scales[layer : layer + 1]
         rope_dim = self._predictor.config.rope_dim
-        return ClosedLoop(
-            [law], rope_dim, self._model, self._fmt, history=self._history, scales=scales, bins=self._bins
-        )
+        return ClosedLoop([law], rope_dim, self._fmt, history=self._history, scales=scales, bins=self._bins)
 
 
 def _ordered(residual: Sequence[Floats], geometry: Geometry) -> Floats:
@@ -260,13 +260,16 @@ def calibrate_closed(
     scales: CacheScales | None = None,
     fit_layer: FitLayer = fit,
     sharpen: bool = True,
+    coder: str = DEFAULT,
 ) -> Profile:
     """Calibrate the closed loop in one process; `fit_layer` and `sharpen` are for ablations. Raises UserError without samples."""
     work = ClosedCalibration(predictor, cache_format, samples, scales=scales)
     layers, tokens = fit_layers(predictor.config.layers, work.rounds, work.moments, work.advance, fit_layer)
     if sharpen:
         layers = sharpened(layers, work.evidence(), number_format(cache_format))
-    return freeze_closed(predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens, scales=scales)
+    return freeze_closed(
+        predictor, target, cache_format, layers, tokens, prefill_tokens=prefill_tokens, scales=scales, coder=coder
+    )
 
 
 def fit_layers(
@@ -311,6 +314,7 @@ def freeze_closed(
     *,
     prefill_tokens: int,
     scales: CacheScales | None = None,
+    coder: str = DEFAULT,
 ) -> Profile:
     """Joint models of all layers to a profile with its known-answer digest."""
     n = len(layers[0].step)
@@ -329,5 +333,5 @@ def freeze_closed(
     tensors: Arrays = {name: np.stack([getattr(x, name) for x in layers]).astype(t) for name, t in stored.items()}
     lower = np.tril_indices(n, -1)
     tensors["coefficient"] = np.stack([x.coefficient[lower] for x in layers]).astype(np.int16)
-    work = _Work(predictor, target, cache_format, prefill_tokens, scales)
+    work = _Work(predictor, target, cache_format, prefill_tokens, scales, coder)
     return work.profile("closed", tokens, tensors, layers[0].history)

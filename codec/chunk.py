@@ -15,6 +15,7 @@ from torch import Tensor
 
 from codec import blob as blobs
 from codec import checksums, errors
+from codec.coders import Writer
 from codec.formats import NumberFormat
 from codec.loop import CodedLayer, DecodedLayer, follow
 from codec.predictor import Predictor, PredictorState
@@ -131,14 +132,14 @@ def encode_batch(
     for t in tasks:
         _check_truth(t, fmt, predictor, profile.target)
     sums = [checksums.layer_checksums(t.truth, fmt) for t in tasks]
-    books = [_Book() for _ in tasks]
+    books = [_Book(profile.coder.writer(profile.scalars(len(t.token_ids)))) for t in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
     carries: list[object] = [None] * len(tasks)
     for layer in range(c.layers):
         guesses = run.guess(layer)
         coded = [
-            profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal, carry)
-            for task, guess, turn, carry in zip(tasks, guesses, run.turns(), carries, strict=True)
+            profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal, book.writer, carry)
+            for task, book, guess, turn, carry in zip(tasks, books, guesses, run.turns(), carries, strict=True)
         ]
         carries = [part.next.carry for part in coded]
         for book, part in zip(books, coded, strict=True):
@@ -154,21 +155,28 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     """Decode chunks of several prompts together, layer by layer."""
     check_pair(predictor, profile)
     headers = [_check_blob(predictor, profile, t) for t in tasks]
-    streams = [blobs.streams(t.blob, h) for t, h in zip(tasks, headers, strict=True)]
+    readers = [
+        profile.coder.reader(blobs.streams(t.blob, h), profile.scalars(h.tokens))
+        for t, h in zip(tasks, headers, strict=True)
+    ]
     out: list[Layers] = [[] for _ in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
     carries: list[object] = [None] * len(tasks)
     for layer in range(predictor.config.layers):
         guesses = run.guess(layer)
+        for reader in readers:
+            reader.layer()
         parts = [
-            profile.loop_codec.decode(layer, stream[layer], guess, turn, carry)
-            for stream, guess, turn, carry in zip(streams, guesses, run.turns(), carries, strict=True)
+            profile.loop_codec.decode(layer, reader, guess, turn, carry)
+            for reader, guess, turn, carry in zip(readers, guesses, run.turns(), carries, strict=True)
         ]
         carries = [part.next.carry for part in parts]
         for header, part, layers in zip(headers, parts, out, strict=True):
             layers.append(_checked(layer, part, header, profile.format))
         if layer < predictor.config.layers - 1:
             follow(run, layer, [part.next for part in parts])
+    for reader in readers:
+        reader.finish()
     run.commit()
     sums = [h.layer_checksums for h in headers]
     return [
@@ -194,13 +202,12 @@ def _checked(layer: int, decoded: DecodedLayer, header: blobs.BlobHeader, fmt: N
 class _Book:
     """What accumulates over the layers of one chunk."""
 
-    def __init__(self) -> None:
-        self.streams: list[tuple[bytes, bytes]] = []
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
         self.ideal = [0.0, 0.0]
         self.escapes = 0
 
     def add(self, coded: CodedLayer) -> None:
-        self.streams.append(coded.streams)
         self.ideal = [self.ideal[0] + coded.ideal[0], self.ideal[1] + coded.ideal[1]]
         self.escapes += coded.escapes
 
@@ -212,13 +219,12 @@ def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Boo
             c.kv_heads,
             c.head_dim,
             c.head_dim,
-            len(k),
-            len(v),
             sums[32 * n : 32 * n + 16],
             sums[32 * n + 16 : 32 * n + 32],
         )
-        for n, (k, v) in enumerate(book.streams)
+        for n in range(c.layers)
     )
+    written = book.writer.finish()
     header = blobs.BlobHeader(
         i.target,
         predictor.fingerprint,
@@ -230,9 +236,10 @@ def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Boo
         profile.format,
         rows,
         () if profile.scales is None else profile.scales.listed(),
+        written.bytes_k,
     )
-    data = blobs.pack(header, book.streams)
-    bytes_k, bytes_v = sum(len(k) for k, _ in book.streams), sum(len(v) for _, v in book.streams)
+    data = blobs.pack(header, written.streams)
+    bytes_k, bytes_v = written.bytes_k, written.bytes_v
     scalars = sum(k.numel() for k, _ in task.truth)
     stats = ChunkStats(
         scalars, sum(v.numel() for _, v in task.truth), bytes_k, bytes_v, len(data) - bytes_k - bytes_v, book.ideal[0], book.ideal[1],

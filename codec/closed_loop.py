@@ -1,8 +1,8 @@
 """The closed loop (DESIGN 4): code a layer jointly, force what was decoded, correct the hidden state.
 
-The law of each channel is codec.joint_model's. Of a fine cache the encoder computes all channels at once and the decoder one after
-another; of a coarse one (FP8) both go one after another, because what a bin tells depends on the law under which it was coded
-(the encoder, which knows all bins, in compiled loops: codec.walk).
+The law of each channel is codec.joint_model's. A decoder learns channels one after another, and so does the encoder of a coarse cache
+(FP8), because what a bin tells depends on the law under which it was coded. `_one_by_one` says in plain array code what that means;
+compiled loops (codec.walk) do the same for encoder and decoder alike.
 
 Shapes: J key-value heads, D head dims, T tokens, N = 2 * J * D channels, M hidden dims.
 """
@@ -17,15 +17,15 @@ import torch
 
 from codec.bins import Bins
 from codec.cells import Ints
-from codec.entropy import Decoder, decode_groups, encode_groups
+from codec.coders import Reader, Writer
 from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.ideal import ideal_bits
 from codec.joint_model import REACH, JointLayer, Means, PairLaw, Ready
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
-from codec.residual import CellModel, ChannelScales, place_values, scale_integers
+from codec.scalars import Source
 from codec.token_scale import BLOCK, TokenScale, innovations
-from codec.walk import walk
+from codec.walk import Walker
 
 CORRECTION_MAX = 2.0**20  # in units of the state's RMS, which is below 2**100: the sum stays finite
 Read = Callable[[int, int, Floats, Floats], Ints]  # 0 (K) or 1 (V), channel, mean and sigma [T] -> patterns [T]
@@ -56,61 +56,60 @@ class Laws:
 class ClosedLoop:
     """Codes layers under joint models.
 
-    history: how many layers back the joint models look; scales float64 [layers, 2, J] and bins: of a coarse cache.
+    history: how many layers back the joint models look; scales float64 [layers, 2, J] and bins: of a coarse cache; reference: the
+    plain path.
     """
 
     def __init__(
         self,
         layers: Sequence[JointLayer],
         rope_dim: int,
-        model: CellModel,
         fmt: NumberFormat,
         *,
         history: int = 0,
         scales: Floats | None = None,
         bins: Bins | None = None,
+        reference: bool = False,
     ) -> None:
         for layer in layers:
             layer.check()
         self._layers = [Ready(layer) for layer in layers]
-        self._rope_dim, self._model, self._fmt = rope_dim, model, fmt
+        self._rope_dim, self._fmt, self._reference = rope_dim, fmt, reference
         self._history, self._scales, self._bins = history, scales, bins
+        self._walker = Walker(fmt, bins)
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
+    def encode(
+        self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, writer: Writer, carry: object = None
+    ) -> CodedLayer:
         """See LoopCodec."""
         geometry, fmt = self._geometry(layer, guess, turn), self._fmt
         patterns = [geometry.channels(fmt.patterns(t)) for t in truth]
         laws = self._laws(layer, geometry, patterns, carry)
-        streams, floors, escapes = [], [0.0, 0.0], 0
-        for side, order in enumerate((geometry.k_order, np.arange(len(geometry.v)))):
+        floors, escapes = [0.0, 0.0], 0
+        for side, order in ((1, slice(None)), (0, geometry.k_order)):
             mean, sigma = laws.mean[side], laws.sigma[side]
-            where = place_values(mean, ChannelScales(*scale_integers(sigma, fmt)), fmt).rows(order)
-            stream, escaped = encode_groups(patterns[side][order], where, self._model, fmt)
-            streams.append(stream)
-            escapes += escaped
+            escapes += writer.channels(side, patterns[side][order], mean[order], sigma[order])
             if ideal:
                 floors[side] = ideal_bits(patterns[side], torch.from_numpy(mean), sigma, fmt)
         following = self._next(layer, geometry, laws, carry)
-        return CodedLayer((streams[0], streams[1]), (floors[0], floors[1]), escapes, following)
+        return CodedLayer((floors[0], floors[1]), escapes, following)
 
-    def decode(
-        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
-    ) -> DecodedLayer:
+    def decode(self, layer: int, reader: Reader, guess: Pair, turn: Pair, carry: object = None) -> DecodedLayer:
         """See LoopCodec."""
-        geometry, fmt = self._geometry(layer, guess, turn), self._fmt
-        coders = [Decoder(stream) for stream in streams]
-        patterns = [np.empty(geometry.k.shape, np.int64) for _ in range(2)]
+        geometry = self._geometry(layer, guess, turn)
+        if reader.source is not None and not self._reference:
+            patterns, laws = self._compiled(layer, geometry, None, carry, reader.source)
+            reader.source.coder.check()
+        else:
+            patterns = [np.empty(geometry.k.shape, np.int64) for _ in range(2)]
 
-        def read(side: int, row: int, mean: Floats, sigma: Floats) -> Ints:
-            where = place_values(mean[None], ChannelScales(*scale_integers(sigma[None], fmt)), fmt)
-            patterns[side][row] = decode_groups(coders[side], where, self._model, fmt)
-            found: Ints = patterns[side][row]
-            return found
+            def read(side: int, row: int, mean: Floats, sigma: Floats) -> Ints:
+                patterns[side][row] = reader.channel(side, mean, sigma)
+                found: Ints = patterns[side][row]
+                return found
 
-        laws = self._one_by_one(layer, geometry, carry, read)
-        for coder in coders:
-            coder.finish()
-        out = [fmt.tensor(geometry.tensor(x)) for x in patterns]
+            laws = self._one_by_one(layer, geometry, carry, read)
+        out = [self._fmt.tensor(geometry.tensor(x)) for x in patterns]
         return DecodedLayer((out[0], out[1]), self._next(layer, geometry, laws, carry))
 
     def known(self, layer: int, truth: Pair, guess: Pair, turn: Pair, carry: object = None) -> tuple[Laws, Next]:
@@ -125,53 +124,26 @@ class ClosedLoop:
         return Geometry(guess, turn, self._rope_dim, None if self._scales is None else self._scales[layer])
 
     def _laws(self, layer: int, geometry: Geometry, patterns: list[Ints], carry: object) -> Laws:
-        if self._bins is not None:
-            if self._model.reference or self._layers[layer].scale is not None:
-                return self._one_by_one(layer, geometry, carry, lambda side, row, mean, sigma: patterns[side][row])
-            return self._compiled(layer, geometry, patterns, carry, self._bins)
-        return self._all_at_once(layer, geometry, patterns, carry)
+        if self._reference:
+            return self._one_by_one(layer, geometry, carry, lambda side, row, mean, sigma: patterns[side][row])
+        return self._compiled(layer, geometry, patterns, carry, None)[1]
 
-    def _all_at_once(self, layer: int, geometry: Geometry, patterns: list[Ints], carry: object) -> Laws:
-        """Of a known truth in a fine format: the same numbers as `_one_by_one`."""
-        ready = self._layers[layer]
-        k_step = np.empty((len(geometry.k), 1))
-        k_step[geometry.first_rows] = k_step[geometry.second_rows] = ready.step_k
-        seen = [
-            self._observed(p, guess, step)
-            for p, guess, step in zip(patterns, (geometry.k, geometry.v), (k_step, ready.step_v), strict=True)
-        ]
-        residual = [s[0] for s in seen]
-        features = ready.features(np.concatenate([residual[1], geometry.unrotate(residual[0])]))
-        mean = ready.means(features, ready.base(self._carried(ready, geometry, carry)))
-        pairs = PairLaw(ready, geometry, mean[ready.values :: 2], mean[ready.values + 1 :: 2])
-        first, second = geometry.first_rows, geometry.second_rows
-        pair_means = [pairs.mean_first, pairs.second(residual[0][first])]
-        k_mean, off = np.empty_like(geometry.k), np.empty_like(features)
-        k_mean[first], k_mean[second] = geometry.k[first] + pair_means[0], geometry.k[second] + pair_means[1]
-        off[: ready.values] = residual[1] - mean[: ready.values]
-        off[ready.values :: 2] = residual[0][first] - pair_means[0]
-        off[ready.values + 1 :: 2] = residual[0][second] - pair_means[1]
-        sigma = np.empty_like(off)
-        sigma[: ready.values] = ready.sigma[: ready.values]
-        sigma[ready.values :: 2], sigma[ready.values + 1 :: 2] = pairs.sigma_first, pairs.sigma_second
-        squares, level = innovations(off, sigma), None
-        if ready.scale is not None:
-            scale = TokenScale(ready.scale, geometry.tokens, _level(carry))
-            sigma = scale.spread(sigma, squares)
-            level = scale.level
-        k_sigma = np.empty_like(geometry.k)
-        k_sigma[geometry.k_order] = sigma[ready.values :]
-        means = [k_mean, geometry.v + mean[: ready.values]]
-        return Laws(means, [k_sigma, sigma[: ready.values]], residual, [s[1] for s in seen], features, squares, level)
-
-    def _compiled(self, layer: int, geometry: Geometry, patterns: list[Ints], carry: object, bins: Bins) -> Laws:
-        """Of a known truth in a coarse format: the same numbers as `_one_by_one`."""
+    def _compiled(
+        self, layer: int, geometry: Geometry, patterns: list[Ints] | None, carry: object, source: Source | None
+    ) -> tuple[list[Ints], Laws]:
+        """(patterns of K and V, laws) of a known truth, or one read from a source: the same numbers as `_one_by_one`."""
         ready = self._layers[layer]
         base = ready.base(self._carried(ready, geometry, carry))
-        rows, features = walk(ready, geometry, base, patterns, bins)
+        scale = None if ready.scale is None else TokenScale(ready.scale, geometry.tokens, _level(carry))
+        known = None if patterns is None else np.concatenate(patterns)
+        found = self._walker.walk(ready, geometry, base, scale, known, source)
         n = len(geometry.k)
-        mean, sigma, residual, forced = ([x[:n], x[n:]] for x in rows)
-        return Laws(mean, sigma, residual, forced, features, np.zeros(features.shape, np.int64))
+        mean, sigma, residual, forced = (
+            [x[:n], x[n:]] for x in (found.mean, found.sigma, found.residual, found.forced)
+        )
+        level = None if scale is None else scale.level
+        laws = Laws(mean, sigma, residual, forced, found.features, found.squares, level)
+        return [found.patterns[:n], found.patterns[n:]], laws
 
     def _one_by_one(self, layer: int, geometry: Geometry, carry: object, read: Read) -> Laws:
         """V channel by channel, then K pair by pair; `read` gives the truth of each, told its law."""
@@ -215,8 +187,7 @@ class ClosedLoop:
         laws.mean[side][row], laws.sigma[side][row] = at[0] + mean, coded
         patterns = read(side, row, laws.mean[side][row], coded)
         laws.residual[side][row], laws.forced[side][row] = self._observed(patterns, *at, laws.mean[side][row], mine)
-        if self._layers[layer].scale is not None:
-            laws.squares[j] = innovations(laws.residual[side][row] - mean, sigma)
+        laws.squares[j] = innovations(laws.residual[side][row] - mean, sigma)
 
     def _observed(
         self, patterns: Ints, guess: Floats, step: Floats, mean: Floats | None = None, sigma: Floats | None = None

@@ -108,10 +108,17 @@ def encode_tensor(patterns: Ints, where: Placement, model: CellModel, fmt: Numbe
 
 def decode_tensor(stream: bytes, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
     """Flat patterns [scalars] from a bitstream coded at the same placement. Raises CorruptBlob."""
-    coder, parts = Decoder(stream), [np.zeros(0, np.int64)]
+    coder = Decoder(stream)
+    found = decode_rest(coder, where, model, fmt)
+    coder.finish()
+    return found
+
+
+def decode_rest(coder: Decoder, where: Placement, model: CellModel, fmt: NumberFormat) -> Ints:
+    """The same from a decoder, without asking whether more follows."""
+    parts = [np.zeros(0, np.int64)]
     for begin in range(0, len(where.mean), SLICE):
         parts.append(_decode_part(coder, where.slice(begin, begin + SLICE), model, fmt))
-    coder.finish()
     return np.concatenate(parts)
 
 

@@ -3,6 +3,8 @@
 Every message is one sentence that names the thing, the place and, where there is one, the way out.
 """
 
+from __future__ import annotations
+
 
 class KVCodecError(Exception):
     """Base of every error raised on purpose."""
@@ -94,3 +96,14 @@ class WrongParent(BlobError):
 
 class LayerMismatch(BlobError):
     """A decoded tensor has another checksum than the one stored before encoding."""
+
+
+class ChunkFailed(BlobError):
+    """One chunk of those decoded together cannot be decoded: number `chunk` of task number `task`."""
+
+    def __init__(self, message: str, task: int, chunk: int) -> None:
+        super().__init__(message)
+        self.task, self.chunk = task, chunk
+
+    def __reduce__(self) -> tuple[type[ChunkFailed], tuple[str, int, int]]:
+        return ChunkFailed, (str(self), self.task, self.chunk)

@@ -109,6 +109,7 @@ FP32 = NumberFormat("fp32", 3, 20, 10, -126, 255 << 10, float(torch.finfo(torch.
 FP8_E4M3 = NumberFormat("fp8_e4m3", 4, 8, 3, -6, 127, 448.0, torch.float8_e4m3fn)  # no infinities
 FP8_E5M2 = NumberFormat("fp8_e5m2", 5, 8, 2, -14, 31 << 2, 57344.0, torch.float8_e5m2)
 FORMATS = {f.name: f for f in (BF16, FP16, FP32, FP8_E4M3, FP8_E5M2)}
+BY_SHAPE = {(f.bits, f.mantissa, f.raw): f for f in FORMATS.values()}
 _BY_CODE = {f.code: f for f in FORMATS.values()}
 
 

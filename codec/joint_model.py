@@ -67,7 +67,8 @@ class Ready:
         self.step = np.ldexp(1.0, joint.step.astype(np.int64))[:, None]
         self.step_k, self.step_v = np.maximum(self.step[n // 2 :: 2], self.step[n // 2 + 1 :: 2]), self.step[: n // 2]
         self.unit = np.ldexp(1.0, joint.unit.astype(np.int64))[:, None]
-        self.coefficient = torch.from_numpy(joint.coefficient.astype(np.float64))
+        self.lower = joint.coefficient.astype(np.float64)
+        self.coefficient = torch.from_numpy(self.lower)
         self.given = torch.from_numpy(joint.given.astype(np.float64))
         self.given_unit = np.ldexp(1.0, joint.given_unit.astype(np.int64))[:, None]
         self.bias = joint.bias.astype(np.float64)[:, None]
@@ -82,6 +83,7 @@ class Ready:
         self.cab = self.w * self.va
         self.vi = variance[self.values + 1 :: 2]
         self.vb = self.w * self.cab + self.vi
+        self.pair = np.ascontiguousarray(np.concatenate([self.w, self.va, self.vb, self.cab, self.vi], 1))  # [P, 5]
 
     def base(self, carried: Floats | None) -> Floats:
         """What the means are before any feature of this layer: [N, 1] or [N, T]."""

@@ -15,13 +15,20 @@ from numpy.typing import NDArray
 
 from codec.cells import Ints
 
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+
 
 def compiled(function: Callable[..., Any]) -> Any:
-    options: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    options = _OPTIONS
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to keep compiled code in: compile anew in every process
         return numba.njit(**options)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A small function that becomes part of the loops that call it."""
+    return numba.njit(forceinline=True, **_OPTIONS)(function)
 
 
 @compiled

@@ -21,8 +21,8 @@ KNOWN_TOKENS = 48
 def known_answer(predictor: Predictor, profile: Profile) -> bytes:
     """Digest of the guesses and bitstreams of a made-up prompt: fixed tokens, and a truth near the guesses with every kind of outlier.
 
-    It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt, and the first chunk's
-    first and last layers back again: decoding is other code than encoding. 16 bytes.
+    It runs through predictor, loop, residual model and coder as real chunks do, in two chunks of one prompt, and the first chunk
+    back again: decoding is other code than encoding. 16 bytes.
     """
     check_pair(predictor, profile)
     c, fmt = predictor.config, profile.format
@@ -32,33 +32,40 @@ def known_answer(predictor: Predictor, profile: Profile) -> bytes:
     state, digests = predictor.new_state(), [digest(exact.elementwise_sample(predictor.device))]
     for begin in range(0, len(tokens), KNOWN_TOKENS // 2):
         part = tokens[begin : begin + KNOWN_TOKENS // 2]
-        run = predictor.run([state], [part])
+        run, writer = predictor.run([state], [part]), profile.coder.writer(profile.scalars(len(part)))
         carry: object = None
+        given: list[tuple[Pair, Pair, object]] = []
         for layer in range(c.layers):
-            guess = run.guess(layer)[0]
+            guess, turn = run.guess(layer)[0], run.turns()[0]
             near = [g if scales is None else g / scales[layer, n][:, None, None] for n, g in enumerate(guess)]
             truth = _made_up_truth(near[0], layer, fmt), _made_up_truth(near[1], layer + 1, fmt)
-            coded = profile.loop_codec.encode(layer, truth, guess, run.turns()[0], False, carry)
-            if begin == 0 and layer in (0, c.layers - 1):
-                digests.append(_decoded(profile, layer, coded.streams, guess, run.turns()[0], carry))
+            given.append((guess, turn, carry))
+            coded = profile.loop_codec.encode(layer, truth, guess, turn, False, writer, carry)
             carry = coded.next.carry
-            exactly = b"".join(_bits(t) for t in (*guess, run.h))
-            digests.append(digest(exactly + coded.streams[0] + coded.streams[1]))
+            digests.append(digest(b"".join(_bits(t) for t in (*guess, run.h))))
             if layer < c.layers - 1:
                 follow(run, layer, [coded.next])
         run.commit()
+        streams = writer.finish().streams
+        digests.append(digest(b"".join(streams)))
+        if begin == 0:
+            digests.append(_decoded(profile, streams, len(part), given))
     return digest(b"".join(digests))
 
 
-def _decoded(
-    profile: Profile, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object
-) -> bytes:
-    """Digest of what streams decode to."""
+def _decoded(profile: Profile, streams: list[bytes], tokens: int, given: list[tuple[Pair, Pair, object]]) -> bytes:
+    """Digest of what streams decode to; given: guess, turn and carry of every layer."""
+    parts = []
     try:
-        values = profile.loop_codec.decode(layer, streams, guess, turn, carry).values
+        reader = profile.coder.reader(streams, profile.scalars(tokens))
+        for layer, (guess, turn, carry) in enumerate(given):
+            reader.layer()
+            values = profile.loop_codec.decode(layer, reader, guess, turn, carry).values
+            parts += [profile.format.little_endian(t) for t in values]
+        reader.finish()
     except CorruptBlob:
         return b"corrupt"
-    return digest(b"".join(profile.format.little_endian(t) for t in values))
+    return digest(b"".join(parts))
 
 
 def _bits(t: Tensor) -> bytes:

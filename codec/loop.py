@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from codec.entropy import decode_tensor, encode_tensor
 from codec.formats import NumberFormat
 from codec.ideal import ideal_bits
 from codec.predictor import Run
-from codec.residual import CellModel, ChannelScales, place_values
+from codec.residual import ChannelScales
+
+if TYPE_CHECKING:
+    from codec.coders import Reader, Writer
 
 Pair = tuple[Tensor, Tensor]  # K and V, [kv_heads, tokens, head_dim] each; or cos and sin
 
@@ -38,9 +40,8 @@ class Next:
 
 @dataclass(frozen=True)
 class CodedLayer:
-    """(K, V) bitstreams, ideal code lengths in bits (0 when not asked for), escaped scalars, and how to go on."""
+    """Ideal code lengths of K and V in bits (0 when not asked for), escaped scalars, and how to go on."""
 
-    streams: tuple[bytes, bytes]
     ideal: tuple[float, float]
     escapes: int
     next: Next
@@ -57,12 +58,12 @@ class DecodedLayer:
 class LoopCodec(Protocol):
     """Codes layers of one profile. `turn` is cos and sin of the tokens' RoPE angles, float32 [tokens, rotated dims / 2]."""
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
+    def encode(
+        self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, writer: Writer, carry: object = None
+    ) -> CodedLayer:
         """Code the true K and V of a layer; `carry` is that of the layer before."""
 
-    def decode(
-        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
-    ) -> DecodedLayer:
+    def decode(self, layer: int, reader: Reader, guess: Pair, turn: Pair, carry: object = None) -> DecodedLayer:
         """The inverse; raises CorruptBlob."""
 
 
@@ -78,35 +79,30 @@ class OpenLoop:
     def __init__(
         self,
         scales: Sequence[tuple[ChannelScales, ChannelScales]],
-        model: CellModel,
         fmt: NumberFormat,
         cache_scales: NDArray[np.float64] | None = None,
     ) -> None:
         """cache_scales: float64 [layers, 2, kv_heads] of an FP8 cache; `scales` are then in units of them."""
-        self._scales, self._model, self._fmt = scales, model, fmt
+        self._scales, self._fmt = scales, fmt
         self._cache_scales = cache_scales
 
-    def encode(self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, carry: object = None) -> CodedLayer:
+    def encode(
+        self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, writer: Writer, carry: object = None
+    ) -> CodedLayer:
         """See LoopCodec."""
-        streams, floors, escapes = [], [], 0
+        floors, escapes = [], 0
         for side, (values, scales) in enumerate(zip(truth, self._scales[layer], strict=True)):
             patterns, mean = self._fmt.patterns(values), self._mean(layer, side, guess)
-            where = place_values(mean, scales, self._fmt).flat()
-            stream, escaped = encode_tensor(patterns.reshape(-1), where, self._model, self._fmt)
-            streams.append(stream)
+            escapes += writer.tensor(side, patterns, mean, scales)
             floors.append(ideal_bits(patterns, torch.from_numpy(mean), scales.sigma(), self._fmt) if ideal else 0.0)
-            escapes += escaped
-        return CodedLayer((streams[0], streams[1]), (floors[0], floors[1]), escapes, Next(guess))
+        return CodedLayer((floors[0], floors[1]), escapes, Next(guess))
 
-    def decode(
-        self, layer: int, streams: tuple[bytes, bytes], guess: Pair, turn: Pair, carry: object = None
-    ) -> DecodedLayer:
+    def decode(self, layer: int, reader: Reader, guess: Pair, turn: Pair, carry: object = None) -> DecodedLayer:
         """See LoopCodec."""
         values = []
-        for side, (stream, scales) in enumerate(zip(streams, self._scales[layer], strict=True)):
-            mean = self._mean(layer, side, guess)
-            patterns = decode_tensor(stream, place_values(mean, scales, self._fmt).flat(), self._model, self._fmt)
-            values.append(self._fmt.tensor(np.ascontiguousarray(patterns)).view(mean.shape))
+        for side, scales in enumerate(self._scales[layer]):
+            patterns = reader.tensor(side, self._mean(layer, side, guess), scales)
+            values.append(self._fmt.tensor(np.ascontiguousarray(patterns)))
         return DecodedLayer((values[0], values[1]), Next(guess))
 
     def _mean(self, layer: int, side: int, guess: Pair) -> NDArray[np.float64]:

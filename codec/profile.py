@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from codec import token_scale
 from codec.bins import Bins
 from codec.closed_loop import ClosedLoop
-from codec.entropy import BACKEND
+from codec.coders import DEFAULT, NAMES, Coder
 from codec.errors import DataError, ProfileError
 from codec.formats import NumberFormat, number_format
 from codec.joint_model import JointLayer
 from codec.keys import content_id
 from codec.loop import LoopCodec, OpenLoop
-from codec.residual import TABLE_BITS, TABLE_REACH, CellModel, ChannelScales, grid_limit
+from codec.residual import TABLE_BITS, TABLE_REACH, ChannelScales, grid_limit
 from codec.scales import SCALE_MODES, CacheScales
 
 PROFILE_VERSION = 1
@@ -61,7 +61,7 @@ class ProfileFacts:
     history: int = 0  # layers back that joint models look
     scale_mode: str = ""  # of an FP8 cache: see codec.scales
     known_answer: str = ""
-    coder: str = BACKEND
+    coder: str = DEFAULT
     version: int = PROFILE_VERSION
 
 
@@ -102,10 +102,15 @@ class Profile:
         """Fingerprint of the predictor it was calibrated with."""
         return bytes.fromhex(self.facts.predictor)
 
+    def scalars(self, tokens: int) -> int:
+        """How many a chunk of so many tokens has, K and V of all layers."""
+        f = self.facts
+        return 2 * f.layers * f.kv_heads * f.head_dim * tokens
+
     @cached_property
-    def model(self) -> CellModel:
-        """The cell model over this profile's table."""
-        return CellModel(self.tensors["table"].astype(np.int64), self.format)
+    def coder(self) -> Coder:
+        """What turns scalars under their laws into bitstreams."""
+        return Coder(self.facts.coder, self.tensors["table"].astype(np.int64), self.format)
 
     @cached_property
     def scales(self) -> CacheScales | None:
@@ -124,11 +129,9 @@ class Profile:
                 table, density = (self.tensors[name].astype(np.int64) for name in ("table", "density"))
                 bins = Bins(table, density, self.format)
             history = self.facts.history
-            return ClosedLoop(
-                layers, self.facts.rope_dim, self.model, self.format, history=history, scales=factors, bins=bins
-            )
+            return ClosedLoop(layers, self.facts.rope_dim, self.format, history=history, scales=factors, bins=bins)
         scales = [(self._scales(i, 0), self._scales(i, 1)) for i in range(self.facts.layers)]
-        return OpenLoop(scales, self.model, self.format, factors)
+        return OpenLoop(scales, self.format, factors)
 
     def _scales(self, layer: int, tensor: int) -> ChannelScales:
         grid, reciprocal = (self.tensors[n][layer, tensor].astype(np.int64)[:, None, :] for n in ("grid", "reciprocal"))
@@ -186,9 +189,9 @@ class Profile:
         f = self.facts
         if f.version != PROFILE_VERSION:
             raise ProfileError(f"The profile has version {f.version}; this release reads version {PROFILE_VERSION}.")
-        if f.coder != BACKEND:
+        if f.coder not in NAMES:
             raise ProfileError(
-                f"The profile was made for coder '{f.coder}'; this installation has '{BACKEND}', which codes other bits."
+                f"The profile was made for coder '{f.coder}'; this installation has {' and '.join(NAMES)}, which code other bits."
             )
         if f.loop not in LOOPS:
             raise ProfileError(f"The profile is for loop '{f.loop}'; this release knows {', '.join(LOOPS)}.")

@@ -201,11 +201,11 @@ class CellModel:
 
 def zero_cell_frequencies(grid: Ints, fmt: NumberFormat) -> Freqs:
     """[scalars, BINADES + 1]: binades of cell 0 in proportion to their width; the last symbol is everything deeper."""
-    return _zero_cell_rows()[cells.binade_count(grid, fmt)]
+    return zero_cell_rows()[cells.binade_count(grid, fmt)]
 
 
 @lru_cache(maxsize=1)
-def _zero_cell_rows() -> Freqs:
+def zero_cell_rows() -> Freqs:
     """Row: how many binades are coded one by one."""
     rows = np.zeros((cells.BINADES + 1, cells.BINADES + 1), dtype=np.float64)
     for count in range(cells.BINADES + 1):

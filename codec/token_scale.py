@@ -19,8 +19,8 @@ from codec.geometry import Floats
 BLOCK = 32
 TERMS = 4  # a constant, the layer before, this layer so far, its last block
 UNIT = 256  # weights are in units of 1 / UNIT
-_FINE = 16  # innovations are rounded to 1 / _FINE sigma
-_CLIP = 8 * _FINE
+FINE = 16  # innovations are rounded to 1 / FINE sigma
+CLIP = 8 * FINE
 _OCTAVE = 16  # levels an octave
 _MOST = 96  # levels are clipped to +- this: six octaves of variance
 # 2**(k / 32) and 2**(k / 16 - 1); data, so that no library's power function is on the way to the coder
@@ -36,8 +36,8 @@ _EDGES = _POWERS[::2] * 0.5
 
 
 def levels(squares: Ints, count: int) -> Ints:
-    """The level of sums of `count` squared innovations (in units of 1 / _FINE**2), any shape."""
-    return np.clip(_log2(squares + 1) - int(_log2(np.array([count * _FINE * _FINE]))[0]), -_MOST, _MOST)
+    """The level of sums of `count` squared innovations (in units of 1 / FINE**2), any shape."""
+    return np.clip(_log2(squares + 1) - int(_log2(np.array([count * FINE * FINE]))[0]), -_MOST, _MOST)
 
 
 def _log2(n: Ints) -> Ints:
@@ -48,7 +48,7 @@ def _log2(n: Ints) -> Ints:
 
 def innovations(off: Floats, sigma: Floats) -> Ints:
     """Squares of innovations, rounded and clipped: what levels are made of. Shapes broadcast."""
-    z = np.rint(np.clip(off / sigma * float(_FINE), -_CLIP, _CLIP)).astype(np.int64)
+    z = np.rint(np.clip(off / sigma * float(FINE), -CLIP, CLIP)).astype(np.int64)
     return z * z
 
 
@@ -117,7 +117,7 @@ def fit(energies: Sequence[NDArray[np.int64]], counts: Ints) -> NDArray[np.int16
     squares = np.concatenate(list(energies), axis=2)
     layers, blocks, _ = squares.shape
     out = np.zeros((layers, blocks, TERMS), np.int16)
-    mean = squares.mean(2) / (counts * _FINE**2) + 1e-9  # exact: at calibration only
+    mean = squares.mean(2) / (counts * FINE**2) + 1e-9  # exact: at calibration only
     for layer in range(layers):
         total, count = np.zeros(squares.shape[2], np.int64), 0
         for b in range(blocks):
@@ -141,7 +141,7 @@ def _fit_block(  # exact: at calibration only
     if not used.any():
         return np.zeros(TERMS, np.int16)
     x = known[used] - _OCTAVE * np.log2(shift[used])[:, None]
-    energy = squares[layer, b] / (counts[b] * _FINE**2) / mean[layer, b]
+    energy = squares[layer, b] / (counts[b] * FINE**2) / mean[layer, b]
     y = _OCTAVE * np.log2(energy + 1e-2)
     centred = x - x.mean(1, keepdims=True)
     slope = np.linalg.solve(centred @ centred.T + np.eye(len(x)) * tokens, centred @ (y - y.mean()))

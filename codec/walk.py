@@ -1,36 +1,45 @@
-"""The walk over a coarse cache's channels, compiled: what ClosedLoop._one_by_one does with a truth that is known, bit for bit.
+"""The walk over a layer's channels, compiled: what ClosedLoop._one_by_one does, bit for bit, from a stream or with a known truth.
 
-Tokens are independent of one another, so they are taken in strips that stay in the cache; within a strip channels go one after
-another, each adding its features to the means of all later ones. numba neither reassociates nor contracts (codec.kernels).
+Channels come in blocks of BLOCK. What the features of all blocks before add to a block's means is one integer matrix product; within
+a block channels go one after another, each adding its features to the means of those after it. numba neither
+reassociates nor contracts (codec.kernels).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
+from codec import exact
 from codec.bins import LEAST_MASS, Bins
 from codec.cells import Ints
+from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
-from codec.joint_model import FEATURE_MAX, LEAST, REACH, Ready
-from codec.kernels import compiled
+from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, REACH, Ready
+from codec.kernels import compiled, inlined
+from codec.rans import States, Words
 from codec.residual import STEP_BITS, TABLE_REACH
+from codec.scalar_kernels import Fine, Numbers, new_row, place_row, read_row, scale_row
+from codec.scalars import Source
+from codec.token_scale import CLIP, FINE, TokenScale
 
-_STRIP = 64
 _STEPS, _REACH_STEPS, _FEATURE_MAX = float(1 << STEP_BITS), float(TABLE_REACH), float(FEATURE_MAX)
 _OUTLIER, _LEAST_SHARE, _LEAST_MASS, _MIDDLE = float(REACH), LEAST, LEAST_MASS, TABLE_REACH
+_FINE, _CLIP = float(FINE), float(CLIP)
+_INFINITY = math.inf
 
 
-@compiled
+@inlined
 def _index(edge: float, mean: float, sigma: float) -> Any:
     steps = (edge - mean) / sigma * _STEPS
     return np.int64(np.rint(min(max(steps, -_REACH_STEPS), _REACH_STEPS))) + _MIDDLE
 
 
-@compiled
+@inlined
 def _centre(low: float, high: float, mean: float, sigma: float, cumulative: Ints, density: Ints) -> Any:
     a, b = _index(low, mean, sigma), _index(high, mean, sigma)
     mass = cumulative[b] - cumulative[a]
@@ -41,120 +50,236 @@ def _centre(low: float, high: float, mean: float, sigma: float, cumulative: Ints
 
 
 @compiled
-def _take(
-    pattern: int, guess: float, step: float, mean: float, sigma: float, values: Floats, low: Floats, high: Floats,
-    cumulative: Ints, density: Ints,
-) -> Any:  # fmt: skip
-    """(residual, forced) of one scalar, as ClosedLoop._observed defines them."""
-    real = values[pattern]
-    residual = _centre(low[pattern], high[pattern], mean, sigma, cumulative, density) - guess
-    if math.isfinite(real) and abs(residual) <= step * _OUTLIER:
-        return residual, real
-    return 0.0, guess
+def _values(patterns: Ints, table: Floats, shift: int, out: Floats) -> None:
+    """What patterns stand for: by table, or the upper bits of a float32."""
+    if table.shape[0]:
+        for i in range(patterns.shape[0]):
+            out[i] = table[patterns[i]]
+    else:
+        for i in range(patterns.shape[0]):
+            out[i] = np.float64(np.uint32(patterns[i] << shift).view(np.float32))
 
 
 @compiled
+def _observe(
+    patterns: Ints, guess: Floats, step: float, mean: Floats, sigma: Floats, real: Floats, edges: Floats, bins: Ints, residual: Floats,
+    forced: Floats,
+) -> None:  # fmt: skip
+    """ClosedLoop._observed of a row; real: what the patterns stand for. edges, bins: of a coarse cache, else empty."""
+    coarse, most = edges.shape[0] > 0, step * _OUTLIER
+    for i in range(patterns.shape[0]):
+        known = real[i]
+        if coarse:
+            p = patterns[i]
+            known = _centre(edges[0, p], edges[1, p], mean[i], sigma[i], bins[0], bins[1])
+        off = known - guess[i]
+        trusted = abs(real[i]) < _INFINITY and abs(off) <= most
+        residual[i] = off if trusted else 0.0
+        forced[i] = real[i] if trusted else guess[i]
+
+
+@inlined
 def _feature(residual: float, step: float) -> Any:
     return np.rint(min(max(residual / step, -_FEATURE_MAX), _FEATURE_MAX))
 
 
+@inlined
+def _square(off: float, sigma: float) -> Any:
+    """token_scale.innovations."""
+    z = np.int64(np.rint(min(max(off / sigma * _FINE, -_CLIP), _CLIP)))
+    return z * z
+
+
 @compiled
-def _add(sums: Floats, coefficient: Floats, j: int, feature: Floats, count: int) -> None:
-    """Add channel j's features to the sums of all later channels: integers, exact in any order."""
-    for k in range(j + 1, sums.shape[0]):
-        weight = coefficient[k, j]
+def _add(sums: Floats, coefficient: Floats, j: int, lo: int, feature: Floats) -> None:
+    """Add channel j's features to the sums of the later channels of its block: integers, exact in any order."""
+    for k in range(j + 1 - lo, sums.shape[0]):
+        weight = coefficient[lo + k, j]
         if weight != 0.0:
-            for t in range(count):
+            for t in range(feature.shape[0]):
                 sums[k, t] += weight * feature[t]
 
 
 @compiled
-def _walk(
-    patterns: Ints, guess: Floats, base: Floats, coefficient: Floats, unit: Floats, sigma: Floats, step: Floats, step_k: Floats,
-    pair: Floats, narrow: Floats, cos: Floats, sin: Floats, rows: Ints, values: Floats, low: Floats, high: Floats, cumulative: Ints,
-    density: Ints, mean_out: Floats, sigma_out: Floats, residual_out: Floats, forced_out: Floats, features: Floats,
+def _law_of_value(j: int, sums: Floats, base: Floats, unit: float, sigma: float, factor: Floats, work: Floats) -> None:
+    """Of V channel j: work[0] mean of the residual, work[2] the model's sigma times the token's factor."""
+    for t in range(sums.shape[0]):
+        work[0, t] = sums[t] * unit + base[t]
+        work[2, t] = sigma * factor[t]
+        work[3, t] = sigma
+
+
+@compiled
+def _law_of_pair(
+    sums: Floats, base: Floats, unit: Floats, pair: Floats, cos: Floats, sin: Floats, factor: Floats, work: Floats
+) -> None:
+    """joint_model.PairLaw of a pair's two rows: what `_law_of_value` says of the first; rows 4 to 7 what the second needs."""
+    w, va, vb, cab, vi = pair[0], pair[1], pair[2], pair[3], pair[4]
+    for t in range(sums.shape[1]):
+        c, s = cos[t], sin[t]
+        a = sums[0, t] * unit[0] + base[0, t]
+        b = (sums[1, t] * unit[1] + base[1, t]) + w * a
+        cc, ss, cs = c * c, s * s, c * s
+        twice = (cab + cab) * cs
+        v_first = max(va * cc + vb * ss - twice, _LEAST_SHARE * va)
+        across = (va - vb) * cs + cab * (cc - ss)
+        work[0, t] = a * c - b * s
+        work[3, t] = math.sqrt(v_first)
+        work[2, t] = work[3, t] * factor[t]
+        work[4, t] = a * s + b * c
+        work[5, t] = across / v_first
+        work[6, t] = math.sqrt(va * vi / v_first)
+
+
+@compiled
+def _law_of_second(first: Floats, factor: Floats, work: Floats) -> None:
+    """Of a pair's second channel, the residual of the first being known."""
+    for t in range(first.shape[0]):
+        work[0, t] = work[4, t] + work[5, t] * (first[t] - work[0, t])
+        work[3, t] = work[6, t]
+        work[2, t] = work[3, t] * factor[t]
+
+
+@compiled
+def _channel(
+    row: int, j: int, guess: Floats, step: float, narrow: float, work: Floats, reading: bool, n: Numbers, cell_edges: Ints, fine: Fine,
+    place: Ints, near: Floats, states: States, words: Words, at: Ints, table: Floats, shift: int, edges: Floats, bins: Ints,
+    patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, squares: Ints,
 ) -> None:  # fmt: skip
-    """Channels of `patterns` and all outputs but features: K rows, then V rows, as stored. pair: w, va, vb, cab, vi [5, P]."""
-    n, tokens = features.shape
-    half = n // 2
-    sums = np.zeros((n, _STRIP))
-    for begin in range(0, tokens, _STRIP):
-        count = min(_STRIP, tokens - begin)
-        sums[:] = 0.0
-        for j in range(half):
+    """ClosedLoop._take: read (or know) stored row `row`, channel j of the coding order, under the law in `work`."""
+    for t in range(work.shape[1]):
+        mean[row, t] = guess[row, t] + work[0, t]
+        sigma[row, t] = work[2, t] * narrow
+    if reading:
+        scale_row(sigma[row], n, place)
+        place_row(mean[row], n, place, near)
+        read_row(place, near, n, cell_edges, fine, states, words, at, patterns[row])
+    _values(patterns[row], table, shift, work[7])
+    _observe(patterns[row], guess[row], step, mean[row], work[2], work[7], edges, bins, residual[row], forced[row])
+    for t in range(work.shape[1]):
+        squares[j, t] = _square(residual[row, t] - work[0, t], work[3, t])
+
+
+@compiled
+def _block(
+    lo: int, sums: Floats, factor: Floats, base: Floats, coefficient: Floats, unit: Floats, sigmas: Floats, step: Floats, step_k: Floats,
+    pair: Floats, narrow: Floats, cos: Floats, sin: Floats, rows: Ints, guess: Floats, work: Floats, features: Floats, reading: bool,
+    n: Numbers, cell_edges: Ints, fine: Fine, place: Ints, near: Floats, states: States, words: Words, at: Ints, table: Floats, shift: int,
+    edges: Floats, bins: Ints, patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, squares: Ints,
+) -> None:  # fmt: skip
+    """Channels lo … of one block. Of `patterns` and the arrays from `mean` to `forced` rows are K's as stored, then V's."""
+    half, tokens = features.shape[0] // 2, features.shape[1]
+    j = lo
+    while j < lo + sums.shape[0]:
+        if j < half:
             row = half + j
-            for i in range(count):
-                t = begin + i
-                mean = guess[row, t] + (sums[j, i] * unit[j] + base[j, t])
-                mean_out[row, t], sigma_out[row, t] = mean, sigma[j] * narrow[j]
-                r, f = _take(
-                    patterns[row, t], guess[row, t], step[j], mean, sigma[j], values, low, high, cumulative, density
-                )
-                residual_out[row, t], forced_out[row, t] = r, f
-                features[j, t] = _feature(r, step[j])
-            _add(sums, coefficient, j, features[j, begin : begin + count], count)
-        for p in range(half // 2):
-            j, one, two = half + 2 * p, rows[0, p], rows[1, p]
-            w, va, vb, cab, vi = pair[0, p], pair[1, p], pair[2, p], pair[3, p], pair[4, p]
-            for i in range(count):
-                t = begin + i
-                c, s = cos[p, t], sin[p, t]
-                a = sums[j, i] * unit[j] + base[j, t]
-                b = (sums[j + 1, i] * unit[j + 1] + base[j + 1, t]) + w * a
-                cc, ss, cs = c * c, s * s, c * s
-                twice = (cab + cab) * cs
-                v_first = max(va * cc + vb * ss - twice, _LEAST_SHARE * va)
-                across = (va - vb) * cs + cab * (cc - ss)
-                mean_first = a * c - b * s
-                sigma_first, sigma_second = math.sqrt(v_first), math.sqrt(va * vi / v_first)
-                mean = guess[one, t] + mean_first
-                mean_out[one, t], sigma_out[one, t] = mean, sigma_first * narrow[j]
-                r1, f = _take(
-                    patterns[one, t],
-                    guess[one, t],
-                    step_k[p],
-                    mean,
-                    sigma_first,
-                    values,
-                    low,
-                    high,
-                    cumulative,
-                    density,
-                )
-                residual_out[one, t], forced_out[one, t] = r1, f
-                mean = guess[two, t] + ((a * s + b * c) + across / v_first * (r1 - mean_first))
-                mean_out[two, t], sigma_out[two, t] = mean, sigma_second * narrow[j + 1]
-                r2, f = _take(
-                    patterns[two, t],
-                    guess[two, t],
-                    step_k[p],
-                    mean,
-                    sigma_second,
-                    values,
-                    low,
-                    high,
-                    cumulative,
-                    density,
-                )
-                residual_out[two, t], forced_out[two, t] = r2, f
-                features[j, t] = _feature(r1 * c + r2 * s, step[j])
-                features[j + 1, t] = _feature(r2 * c - r1 * s, step[j + 1])
-            _add(sums, coefficient, j, features[j, begin : begin + count], count)
-            _add(sums, coefficient, j + 1, features[j + 1, begin : begin + count], count)
+            _law_of_value(j, sums[j - lo], base[j], unit[j], sigmas[j], factor, work)
+            _channel(
+                row, j, guess, step[j], narrow[j], work, reading, n, cell_edges, fine, place, near, states, words, at, table, shift,
+                edges, bins, patterns, mean, sigma, residual, forced, squares,
+            )  # fmt: skip
+            for t in range(tokens):
+                features[j, t] = _feature(residual[row, t], step[j])
+            _add(sums, coefficient, j, lo, features[j])
+            j += 1
+            continue
+        p = (j - half) // 2
+        one, two = rows[0, p], rows[1, p]
+        _law_of_pair(sums[j - lo : j - lo + 2], base[j : j + 2], unit[j : j + 2], pair[p], cos[p], sin[p], factor, work)
+        for side in range(2):
+            row = two if side else one
+            if side:
+                _law_of_second(residual[one], factor, work)
+            _channel(
+                row, j + side, guess, step_k[p], narrow[j + side], work, reading, n, cell_edges, fine, place, near, states, words, at,
+                table, shift, edges, bins, patterns, mean, sigma, residual, forced, squares,
+            )  # fmt: skip
+        for t in range(tokens):
+            x, y, c, s = residual[one, t], residual[two, t], cos[p, t], sin[p, t]
+            features[j, t] = _feature(x * c + y * s, step[j])
+            features[j + 1, t] = _feature(y * c - x * s, step[j + 1])
+        _add(sums, coefficient, j, lo, features[j])
+        _add(sums, coefficient, j + 1, lo, features[j + 1])
+        j += 2
 
 
-def walk(
-    ready: Ready, geometry: Geometry, base: Floats, patterns: list[Ints], bins: Bins
-) -> tuple[list[NDArray[np.float64]], Floats]:
-    """([mean, sigma, residual, forced], features): the first four [2 * J * D, T], K's rows as stored, then V's."""
-    guess = np.concatenate([geometry.k, geometry.v])
-    outs = [np.empty_like(guess) for _ in range(4)]
-    features = np.zeros((len(ready.step), geometry.tokens))
-    pair = np.concatenate([ready.w, ready.va, ready.vb, ready.cab, ready.vi], 1).T
-    _walk(
-        np.concatenate(patterns), guess, np.ascontiguousarray(np.broadcast_to(base, features.shape)), ready.coefficient.numpy(),
-        ready.unit[:, 0], ready.sigma[:, 0], ready.step[:, 0], ready.step_k[:, 0], np.ascontiguousarray(pair), ready.narrow,
-        geometry.cos, geometry.sin, np.stack([geometry.first_rows, geometry.second_rows]).astype(np.int64), bins.values, bins.low,
-        bins.high, bins.cumulative, bins.density, *outs, features,
-    )  # fmt: skip
-    return outs, features
+@dataclass
+class Walked:
+    """What a walk found. patterns int64 and mean, sigma, residual, forced float64 [2 * J * D, T]: K's rows as stored, then V's."""
+
+    patterns: Ints
+    mean: Floats
+    sigma: Floats
+    residual: Floats
+    forced: Floats
+    features: Floats  # [N, T]
+    squares: Ints  # [N, T]
+
+
+class Walker:
+    """Walks over layers of one cache format. bins: of a coarse cache."""
+
+    def __init__(self, fmt: NumberFormat, bins: Bins | None) -> None:
+        self._table, self._shift = np.zeros(0), fmt.mantissa  # the shift is used where there is no table
+        if fmt.name == "bf16":
+            self._shift = 16
+        elif fmt.item_bits == 32:
+            self._shift = 0
+        else:
+            self._table = fmt.values(np.arange(1 << fmt.item_bits, dtype=np.int64))
+        self._edges, self._bins = np.zeros((0, 1)), np.zeros((0, 1), np.int64)
+        if bins is not None:
+            self._edges, self._bins = np.stack([bins.low, bins.high]), np.stack([bins.cumulative, bins.density])
+
+    def walk(
+        self,
+        ready: Ready,
+        geometry: Geometry,
+        base: Floats,
+        scale: TokenScale | None,
+        patterns: Ints | None,
+        source: Source | None,
+    ) -> Walked:
+        """Over one layer: with known patterns [2 * J * D, T], or those that a source gives.
+
+        base: [N, 1 or T], see Ready.base; scale: the tokens' own scales, or None. A broken source gives any patterns.
+        """
+        guess = np.concatenate([geometry.k, geometry.v])
+        reading = patterns is None
+        found = np.empty(guess.shape, np.int64) if patterns is None else np.ascontiguousarray(patterns)
+        n, tokens = len(ready.step), geometry.tokens
+        floats = [np.empty(guess.shape) for _ in range(4)]
+        features, squares = np.zeros((n, tokens)), np.zeros((n, tokens), np.int64)
+        out = Walked(found, floats[0], floats[1], floats[2], floats[3], features, squares)
+        base = np.ascontiguousarray(np.broadcast_to(base, (n, tokens)))
+        stream = _stream(source)
+        rows = np.stack([geometry.first_rows, geometry.second_rows]).astype(np.int64)
+        work, row, factor = np.empty((8, tokens)), new_row(tokens), np.ones(tokens)
+        for lo in range(0, n, BLOCK):
+            hi = min(lo + BLOCK, n)
+            if scale is not None:
+                if lo:
+                    scale.add(out.squares[lo - BLOCK : lo])
+                factor = scale.of(lo // BLOCK)
+            sums = np.zeros((hi - lo, tokens))
+            if lo:
+                sums = exact.product(ready.coefficient[lo:hi, :lo], torch.from_numpy(out.features[:lo])).numpy()
+            _block(
+                lo, sums, factor, base, ready.lower, ready.unit[:, 0], ready.sigma[:, 0], ready.step[:, 0], ready.step_k[:, 0],
+                ready.pair, ready.narrow, geometry.cos, geometry.sin, rows, guess, work, out.features, reading, *stream[:3], *row,
+                *stream[3:], self._table, self._shift, self._edges, self._bins, out.patterns, out.mean, out.sigma, out.residual,
+                out.forced, out.squares,
+            )  # fmt: skip
+        if scale is not None:
+            scale.add(out.squares[(n - 1) // BLOCK * BLOCK :])
+        return out
+
+
+def _stream(source: Source | None) -> Any:
+    """Tables, states, words and place; stand-ins where nothing is read."""
+    if source is None:
+        nothing = Numbers(0, 0, 0, 0, 0, 0, 0, 0.0)
+        empty = [np.zeros(1, kind) for kind in (np.int64, np.int32, np.uint64, np.uint32, np.int64)]
+        return nothing, *empty
+    coder = source.coder
+    return *source.tables, coder.states, coder.words, coder.at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from pipeline.options import CACHE_FORMATS, DEFAULT_FP8_SCALE, FP8_SCALES, LOOPS, Options
+from pipeline.options import CACHE_FORMATS, CODERS, DEFAULT_FP8_SCALE, FP8_SCALES, LOOPS, Options
 
 GRACE = 24 * 3600.0  # seconds
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -38,6 +38,16 @@ def add_loop(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="the predictor attends to the first tokens and the last N (default: all)",
+    )
+
+
+def add_coder(parser: argparse.ArgumentParser) -> None:
+    """--coder."""
+    parser.add_argument(
+        "--coder",
+        default=Options.coder,
+        choices=CODERS,
+        help="what turns scalars into bits, fixed by calibration (default: %(default)s)",
     )
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.bench import ablation, predictor, rate
+from jobs.bench import ablation, predictor, rate, restore
 from jobs.exits import exit_status
 from pipeline.report import say, show_rows
 
@@ -26,6 +26,7 @@ COMMANDS = {
     "rate": rate,
     "ablation": ablation,
     "predictor": predictor,
+    "restore": restore,
 }  # name on the command line -> module, as described in jobs/bench/__init__.py
 
 

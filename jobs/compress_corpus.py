@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import add_cache, add_loop
+from jobs.arguments import add_cache, add_coder, add_loop
 from jobs.exits import exit_status
 from pipeline.options import (
     DEFAULT_PREDICTOR,
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     rung = f"rung of the ladder (default: {DEFAULT_PREDICTOR}; linear for architectures that have no other)"
     add("--predictor", choices=PREDICTORS, help=rung)
     add_loop(p)
+    add_coder(p)
     add_cache(p)
     add("--chunk-tokens", type=int, default=256, metavar="N", help="tokens a chunk and a prefill step (default: 256)")
     add("--calibration", metavar="URI", help="prompts to calibrate on at first use (default: some of the corpus)")

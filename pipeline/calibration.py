@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 import codec
-from codec.entropy import BACKEND
 from codec.errors import DataError
 from codec.formats import number_format
 from codec.profile import PROFILE_VERSION
@@ -78,7 +77,7 @@ def config_hash(job: Job) -> bytes:
         "loop": job.loop,
         "window": job.window or 0,
         "codec": PROFILE_VERSION,
-        "coder": BACKEND,
+        "coder": job.coder,
     }
     if job.scale_mode:
         parts |= {"fp8_scale": job.scale_mode, "scales": codec.content_id(job.scales).hex()}
@@ -211,6 +210,7 @@ class Calibrator:
             tokens,
             prefill_tokens=job.chunk_tokens,
             scales=job.cache_scales,
+            coder=job.coder,
         )
         return self._put(profile)
 
@@ -229,6 +229,7 @@ class Calibrator:
             moments,
             prefill_tokens=job.chunk_tokens,
             scales=job.cache_scales,
+            coder=job.coder,
         )
         return self._put(profile)
 

@@ -16,7 +16,7 @@ from codec.checksums import chain
 from codec.errors import DataError, UserError
 from codec.keys import ROOT_DIGEST, chunk_keys
 from pipeline import index
-from pipeline.paths import BLOBS, INDEX, parse_blob_path, parse_generation, prompts_prefix
+from pipeline.paths import BLOBS, INDEX, parse_blob_path, parse_index_path, prompts_prefix
 from pipeline.prompts import load_part
 from pipeline.store import Entry, Store
 
@@ -112,7 +112,7 @@ def generations(store: Store, *, target: str | None = None) -> dict[tuple[bytes,
         owner, profile, key = parse_blob_path(entry.path)
         found.setdefault((owner, profile), Generation(owner, profile)).blobs[key] = entry
     for path in store.list(INDEX):
-        owner, profile = parse_generation(path)
+        owner, profile = parse_index_path(path)
         found.setdefault((owner, profile), Generation(owner, profile))
     if target is None:
         return found

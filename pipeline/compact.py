@@ -70,7 +70,7 @@ def merge(store: Store, target: bytes, profile: bytes, group: Sequence[Part]) ->
     tables = []
     for part in group:
         try:
-            tables.append(index.read_part(store, part.path, target, profile))
+            tables.append(index.read_part(store, part.path, target=target, profile=profile))
         except ObjectMissing:
             return None
     return index.write_table(store, without_copies(pa.concat_tables(tables)).sort_by("key"))

@@ -178,8 +178,8 @@ class ChainEncoder:
 
 def stats_of(blob: bytes, decoded: codec.DecodedChunk) -> codec.ChunkStats:
     """Sizes of a blob that this process did not encode; ideal code length and escapes are not known and are 0."""
-    layers = codec.read_header(blob).layers
-    bytes_k, bytes_v = sum(layer.key_bytes for layer in layers), sum(layer.value_bytes for layer in layers)
+    header = codec.read_header(blob)
+    bytes_k, bytes_v = header.key_bytes, sum(header.stream_bytes) - header.key_bytes
     scalars_k, scalars_v = (sum(pair[side].numel() for pair in decoded.layers) for side in (0, 1))
     return codec.ChunkStats(scalars_k, scalars_v, bytes_k, bytes_v, len(blob) - bytes_k - bytes_v, 0.0, 0.0, 0)
 

@@ -166,9 +166,11 @@ def iter_parts(
                 yield path, table
 
 
-def read_part(store: Store, path: str, target: bytes, profile: bytes) -> pa.Table:
-    """All columns of one part. Raises ObjectMissing, StorageError, and DataError where it cannot be read."""
-    return _read_part(f"{store.uri}/{path}", store.get(path), target, profile, INDEX_SCHEMA.names)
+def read_part(
+    store: Store, path: str, *, target: bytes, profile: bytes, columns: Sequence[str] = INDEX_SCHEMA.names
+) -> pa.Table:
+    """The rows of one part. Raises ObjectMissing, StorageError, and DataError where it cannot be read."""
+    return _read_part(f"{store.uri}/{path}", store.get(path), target, profile, list(columns))
 
 
 def read_rows(store: Store, *, target: bytes, profile: bytes, columns: Sequence[str] | None = None) -> pa.Table:

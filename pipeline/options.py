@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from codec import profile
+from codec import coders, profile
 from codec.errors import UserError
 from codec.formats import FORMATS
 from codec.predictor import MODEL_FREE
@@ -18,6 +18,7 @@ from codec.scales import SCALE_MODES
 PREDICTORS = (*KINDS, *MODEL_FREE)
 DEFAULT_PREDICTOR = "int8-a16"  # the fewest bits for what it costs, as measured by jobs/benchmark.py
 LOOPS = profile.LOOPS
+CODERS = coders.NAMES
 CACHE_FORMATS = tuple(FORMATS)
 FP8_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.coarse)
 FP8_SCALES = SCALE_MODES
@@ -66,6 +67,7 @@ class Options:
     store: str
     predictor: str | None = None  # the default one; `linear` for architectures that no predictor is written for
     loop: str = "closed"
+    coder: str = coders.DEFAULT
     window: int | None = None  # tokens that the predictor attends to besides the first few; None for all
     cache_dtype: str | None = None
     fp8_scale: str | None = None  # None: DEFAULT_FP8_SCALE where the cache is FP8
@@ -93,6 +95,7 @@ class Options:
         if self.predictor is not None:
             _one_of("--predictor", self.predictor, PREDICTORS)
         _one_of("--loop", self.loop, LOOPS)
+        _one_of("--coder", self.coder, CODERS)
         check_loop(self.predictor, self.loop, self.window)
         _one_of("--device", self.device, DEVICES)
         check_window(self.window)
@@ -127,11 +130,16 @@ class Options:
         Raises:
             UserError: the variable is unset or empty. The salt itself is never part of a message.
         """
-        return b"" if self.salt_env is None else read_salt(self.salt_env, os.environ)
+        return read_salt(self.salt_env)
 
 
-def read_salt(name: str, environment: Mapping[str, str]) -> bytes:
-    """The salt in the variable of this name. Raises UserError where there is none; the salt is in no message."""
+def read_salt(name: str | None, environment: Mapping[str, str] = os.environ) -> bytes:
+    """The salt in the environment variable of that name; empty where there is no name.
+
+    Raises UserError where the variable is unset or empty; the salt is in no message.
+    """
+    if name is None:
+        return b""
     value = environment.get(name, "")
     if not value:
         raise UserError(f"the environment variable {name} that --salt-env names is unset or empty")

@@ -107,14 +107,6 @@ def parse_blob_path(path: str) -> tuple[bytes, bytes, bytes]:
     return bytes.fromhex(match[1]), bytes.fromhex(match[2]), bytes.fromhex(match[4])
 
 
-def parse_generation(path: str) -> tuple[bytes, bytes]:
-    """(target, profile) of an index part's path; DataError where `path` is none."""
-    match = _INDEX.fullmatch(path)
-    if match is None:
-        raise DataError(f"{path!r:.300} is not the path of an index part")
-    return bytes.fromhex(match[1]), bytes.fromhex(match[2])
-
-
 def profile_path(profile: bytes) -> str:
     """Path of a frozen profile, named by its own digest."""
     return f"profiles/{digest_hex(profile, 'profile id')}"
@@ -153,6 +145,19 @@ def index_path(target: bytes, profile: bytes, name: bytes) -> str:
 def index_prefix(target: bytes, profile: bytes) -> str:
     """Folder of all index parts of one target under one profile."""
     return f"index/{digest_hex(target, 'target fingerprint')}/{digest_hex(profile, 'profile id')}"
+
+
+def target_index_prefix(target: bytes) -> str:
+    """Folder of all index parts of one target, whatever the profile."""
+    return f"index/{digest_hex(target, 'target fingerprint')}"
+
+
+def parse_index_path(path: str) -> tuple[bytes, bytes]:
+    """(target, profile) of an index part's path; DataError where `path` is none that `index_path` makes."""
+    match = _INDEX.fullmatch(path)
+    if match is None:
+        raise DataError(f"{path!r:.300} is not the path of an index part")
+    return bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
 
 def current_path(model_name: str) -> str:

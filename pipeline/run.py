@@ -136,6 +136,7 @@ def prepare(options: Options) -> Prepared:
         tenant_name(options.salt()),
         verify=Verify.parse(options.verify),
         window=options.window,
+        coder=options.coder,
         scale_mode=scale_mode(cache_format, options.fp8_scale),
     )
     if job.scale_mode == "none":

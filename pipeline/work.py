@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import codec
+from codec import coders
 from codec.errors import DataError
 from codec.scales import CacheScales
 from pipeline.model_source import ModelSource
@@ -61,6 +62,7 @@ class Job:
     profile: bytes = b""
     verify: Verify = ALL
     window: int | None = None
+    coder: str = coders.DEFAULT
     scale_mode: str = ""  # of an FP8 cache: one of SCALE_MODES
     scales: bytes = b""  # CacheScales of an FP8 cache; empty also as long as they are not known
 

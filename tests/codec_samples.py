@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import codec
+from codec.coders import DEFAULT
 from codec.formats import FORMATS, NumberFormat
 from codec.residual import ChannelScales
 
@@ -116,13 +117,13 @@ def truth(
 
 
 def make_profile(
-    predictor: codec.Predictor, name: str = "bf16", *, target: bytes = TARGET, count: int = 96
+    predictor: codec.Predictor, name: str = "bf16", *, target: bytes = TARGET, count: int = 96, coder: str = DEFAULT
 ) -> codec.Profile:
     """A profile by the real calibration, over a synthetic cache."""
     ids = tokens(count, vocab=predictor.config.vocab, seed=7)
     sample = truth(predictor, predictor.new_state(), ids, FORMATS[name], seed=7)
     moments = codec.measure(predictor, predictor.new_state(), ids, sample)
-    return codec.freeze(predictor, target, name, moments, prefill_tokens=64)
+    return codec.freeze(predictor, target, name, moments, prefill_tokens=64, coder=coder)
 
 
 @lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import codec
 from codec.calibrate import Sample, calibrate_closed
+from codec.coders import DEFAULT
 from codec.formats import FORMATS
 from codec.predictor import MODEL_FREE
 from codec.predictor.rope import cos_sin, frequencies, rotate
@@ -76,7 +77,7 @@ class World:
         self.config, self.weights = config, samples.weights(config, seed)
         self.predictor = self._predictor(kind, exact_kv, window)
         self._prompts = [self.tokens(tokens, seed=500 + i) for i in range(prompts)]
-        self._profiles: dict[tuple[str, str, str], codec.Profile] = {}
+        self._profiles: dict[tuple[str, str, str, str], codec.Profile] = {}
         self._scales: dict[tuple[str, str], codec.CacheScales] = {}
 
     def _predictor(self, kind: str, exact_kv: bool, window: int) -> codec.Predictor:
@@ -110,12 +111,13 @@ class World:
             self._scales[name, mode] = codec.CacheScales.none(c.layers, c.kv_heads) if mode == "none" else scales
         return self._scales[name, mode]
 
-    def profile(self, loop: str, name: str = "bf16", mode: str = "tensor") -> codec.Profile:
-        """The profile of that loop and cache format."""
-        if (loop, name, mode) not in self._profiles:
+    def profile(self, loop: str, name: str = "bf16", mode: str = "tensor", coder: str = DEFAULT) -> codec.Profile:
+        """The profile of that loop, cache format and coder."""
+        which = (loop, name, mode, coder)
+        if which not in self._profiles:
             calibrate = self._closed if loop == "closed" else self._open
-            self._profiles[loop, name, mode] = calibrate(name, mode)
-        return self._profiles[loop, name, mode]
+            self._profiles[which] = calibrate(name, mode, coder)
+        return self._profiles[which]
 
     def samples(self, name: str, mode: str = "tensor") -> list[Sample]:
         """The calibration prompts."""
@@ -126,16 +128,20 @@ class World:
             out.append(Sample(ids, self._cast(layers, name, mode), states))
         return out
 
-    def _closed(self, name: str, mode: str) -> codec.Profile:
+    def _closed(self, name: str, mode: str, coder: str) -> codec.Profile:
         work, scales = self.samples(name, mode), self.scales(name, mode)
-        return calibrate_closed(self.predictor, samples.TARGET, name, work, prefill_tokens=64, scales=scales)
+        return calibrate_closed(
+            self.predictor, samples.TARGET, name, work, prefill_tokens=64, scales=scales, coder=coder
+        )
 
-    def _open(self, name: str, mode: str) -> codec.Profile:
+    def _open(self, name: str, mode: str, coder: str) -> codec.Profile:
         moments, scales = codec.Moments.zero(self.predictor.config), self.scales(name, mode)
         for s in self.samples(name, mode):
             state = self.predictor.new_state()
             moments.add(codec.measure(self.predictor, state, s.token_ids, s.truth, scales))
-        return codec.freeze(self.predictor, samples.TARGET, name, moments, prefill_tokens=64, scales=scales)
+        return codec.freeze(
+            self.predictor, samples.TARGET, name, moments, prefill_tokens=64, scales=scales, coder=coder
+        )
 
     def _cast(self, layers: Sequence[tuple[Tensor, Tensor]], name: str, mode: str) -> samples.Layers:
         fmt, scales = FORMATS[name], self.scales(name, mode)

@@ -20,6 +20,8 @@ import torch
 import codec
 from codec.blob import VERSION
 from codec.checksums import layer_checksums
+from codec.coders import DEFAULT
+from codec.entropy import BACKEND
 from tests import codec_samples as samples
 from tests.float_model import World
 
@@ -40,27 +42,41 @@ PREDICTORS: dict[str, tuple[dict[str, Any], str, bool, int]] = {
     **{kind: (CONFIG, kind, True, 0) for kind in ("int8-mixed", "int8-a16", "int4", "mxfp4", "static", "linear")},
     "int8-window": (CONFIG, "int8", True, 9),
 }
-# profile: (predictor, loop, cache format, mode of an FP8 cache's scales)
-PROFILES: dict[str, tuple[str, str, str, str]] = {
-    "fp8-open-bf16": ("fp8", "open", "bf16", ""),
-    "fp8-open-fp16": ("fp8", "open", "fp16", ""),
-    "fp8-open-fp8_e4m3": ("fp8", "open", "fp8_e4m3", "tensor"),
-    "fp8-closed-bf16": ("fp8-kv16", "closed", "bf16", ""),
-    "fp8-closed-fp16": ("fp8-kv16", "closed", "fp16", ""),
-    "fp8-closed-fp8_e4m3": ("fp8-kv16", "closed", "fp8_e4m3", "tensor"),
-    "int8-open-bf16": ("int8-kv16", "open", "bf16", ""),
-    "int8-closed-bf16": ("int8-kv16", "closed", "bf16", ""),
-    "int8-closed-fp8_e5m2": ("int8-kv16", "closed", "fp8_e5m2", "none"),
-    "int8_mixed-closed-bf16": ("int8-mixed", "closed", "bf16", ""),
-    "int8_a16-closed-bf16": ("int8-a16", "closed", "bf16", ""),
-    "int8_a16-closed-fp32": ("int8-a16", "closed", "fp32", ""),
-    "int8_a16-closed-fp8_e4m3": ("int8-a16", "closed", "fp8_e4m3", "head"),
-    "int4-closed-bf16": ("int4", "closed", "bf16", ""),
-    "mxfp4-closed-bf16": ("mxfp4", "closed", "bf16", ""),
-    "static-closed-bf16": ("static", "closed", "bf16", ""),
-    "linear-closed-bf16": ("linear", "closed", "bf16", ""),
-    "linear-closed-fp8_e4m3": ("linear", "closed", "fp8_e4m3", "tensor"),
-    "int8_window-closed-bf16": ("int8-window", "closed", "bf16", ""),
+
+
+class Setting(NamedTuple):
+    """What a profile is for; mode: of an FP8 cache's scales."""
+
+    predictor: str
+    loop: str
+    cache_format: str
+    mode: str = ""
+    coder: str = DEFAULT
+
+
+PROFILES = {
+    "fp8-open-bf16": Setting("fp8", "open", "bf16"),
+    "fp8-open-fp16": Setting("fp8", "open", "fp16"),
+    "fp8-open-fp8_e4m3": Setting("fp8", "open", "fp8_e4m3", "tensor"),
+    "fp8-closed-bf16": Setting("fp8-kv16", "closed", "bf16"),
+    "fp8-closed-fp16": Setting("fp8-kv16", "closed", "fp16"),
+    "fp8-closed-fp8_e4m3": Setting("fp8-kv16", "closed", "fp8_e4m3", "tensor"),
+    "int8-open-bf16": Setting("int8-kv16", "open", "bf16"),
+    "int8-closed-bf16": Setting("int8-kv16", "closed", "bf16"),
+    "int8-closed-fp8_e5m2": Setting("int8-kv16", "closed", "fp8_e5m2", "none"),
+    "int8_mixed-closed-bf16": Setting("int8-mixed", "closed", "bf16"),
+    "int8_a16-closed-bf16": Setting("int8-a16", "closed", "bf16"),
+    "int8_a16-closed-fp32": Setting("int8-a16", "closed", "fp32"),
+    "int8_a16-closed-fp8_e4m3": Setting("int8-a16", "closed", "fp8_e4m3", "head"),
+    "int4-closed-bf16": Setting("int4", "closed", "bf16"),
+    "mxfp4-closed-bf16": Setting("mxfp4", "closed", "bf16"),
+    "static-closed-bf16": Setting("static", "closed", "bf16"),
+    "linear-closed-bf16": Setting("linear", "closed", "bf16"),
+    "linear-closed-fp8_e4m3": Setting("linear", "closed", "fp8_e4m3", "tensor"),
+    "int8_window-closed-bf16": Setting("int8-window", "closed", "bf16"),
+    "fp8-open-bf16-constriction": Setting("fp8", "open", "bf16", coder=BACKEND),
+    "int8_a16-closed-bf16-constriction": Setting("int8-a16", "closed", "bf16", coder=BACKEND),
+    "fp8-closed-fp8_e4m3-constriction": Setting("fp8-kv16", "closed", "fp8_e4m3", "tensor", BACKEND),
 }
 
 
@@ -92,6 +108,8 @@ CASES = {
     "int8-closed-fp8_e5m2-hostile": Case("int8-closed-fp8_e5m2", 40, hostile=36),
     "int8_a16-closed-fp32-hostile": Case("int8_a16-closed-fp32", 34, hostile=32),
     "int8_window-closed-bf16": Case("int8_window-closed-bf16", 70),
+    "fp8-open-bf16-constriction-hostile": Case("fp8-open-bf16-constriction", 40, hostile=20),
+    "int8_a16-closed-bf16-constriction-hostile": Case("int8_a16-closed-bf16-constriction", 34, hostile=30),
 }
 # every other profile: one short prompt of two chunks
 CASES |= {name: Case(name, 36) for name in PROFILES if name not in {case.profile for case in CASES.values()}}
@@ -101,18 +119,21 @@ def make(folder: Path) -> None:
     """Write the golden set into a new folder."""
     folder.mkdir(parents=True)
     worlds = {name: World(c, kind, seed=11, exact_kv=kv, window=w) for name, (c, kind, kv, w) in PREDICTORS.items()}
-    profiles = {name: worlds[p].profile(loop, fmt, mode or "tensor") for name, (p, loop, fmt, mode) in PROFILES.items()}
+    profiles = {
+        name: worlds[s.predictor].profile(s.loop, s.cache_format, s.mode or "tensor", s.coder)
+        for name, s in PROFILES.items()
+    }
     record: dict[str, Any] = {
         "format": VERSION, "torch": torch.__version__.split("+")[0], "target": samples.TARGET.hex(), "chunk_tokens": CHUNK,
         "predictors": {n: w.predictor.fingerprint.hex() for n, w in worlds.items()},
-        "profiles": {n: {"id": p.id.hex(), "predictor": PROFILES[n][0]} for n, p in profiles.items()}, "cases": {},
+        "profiles": {n: {"id": p.id.hex(), "predictor": PROFILES[n].predictor} for n, p in profiles.items()}, "cases": {},
     }  # fmt: skip
     for name, w in worlds.items():
         (folder / f"predictor-{name}.safetensors").write_bytes(w.predictor.to_bytes())
     for name, profile in profiles.items():
         (folder / f"profile-{name}.safetensors").write_bytes(profile.to_bytes())
     for seed, (name, case) in enumerate(CASES.items()):
-        w, profile = worlds[PROFILES[case.profile][0]], profiles[case.profile]
+        w, profile = worlds[PROFILES[case.profile].predictor], profiles[case.profile]
         ids = w.tokens(case.tokens, seed=100 + seed)
         values = cache(w, profile, ids, case, seed)
         chunks = samples.encode_prompt(w.predictor, profile, ids, values, CHUNK)

@@ -17,15 +17,16 @@ import codec
 from codec import blob as blobs
 from codec import errors
 from codec.checksums import chain, digest, layer_checksums
+from codec.entropy import BACKEND
 from tests import codec_samples as samples
 
 # The layout as FORMAT.md has it, written down again: the code's own structs would agree with any change of theirs.
 FIELDS = {
     "magic": (0, 8), "version": (8, 2), "flags": (10, 2), "header length": (12, 4), "target": (16, 32), "predictor": (48, 32),
     "profile": (80, 32), "prefix key": (112, 32), "parent digest": (144, 16), "first token": (160, 8), "tokens": (168, 4),
-    "layers": (172, 2), "format": (174, 1), "scales": (175, 1),
+    "layers": (172, 2), "format": (174, 1), "scales": (175, 1), "K bytes": (176, 8), "streams": (184, 2), "stream length": (186, 8),
 }  # fmt: skip
-FIXED, ROW, SUM = 176, 56, 16
+FIXED, ROW, SUM = 194, 40, 16  # the first with the length of one bitstream
 LAYERS = samples.TINY["num_hidden_layers"]
 HEADER = FIXED + LAYERS * ROW + SUM
 
@@ -69,33 +70,53 @@ def forged(field: str, data: bytes) -> bytes:
     return sealed(patched(sample().chunk.blob, offset, data))
 
 
+@lru_cache(maxsize=1)
+def separate() -> tuple[codec.Profile, Sample]:
+    """The same chunk by the coder that writes a bitstream for each tensor."""
+    predictor, s = samples.tiny(), sample()
+    profile = samples.make_profile(predictor, coder=BACKEND)
+    chunk = codec.encode(predictor, profile, predictor.new_state(), s.ids, s.truth, s.identity)
+    return profile, s._replace(chunk=chunk)
+
+
 def with_streams(order: list[int]) -> bytes:
-    """The blob with its bitstreams in another order, its lengths and checksums of bytes set right, those of tensors kept."""
-    header = blobs.read_header(sample().chunk.blob)
-    flat = [s for pair in blobs.streams(sample().chunk.blob, header) for s in pair]
-    flat = [flat[i] for i in order]
-    return blobs.pack(header, list(zip(flat[::2], flat[1::2], strict=True)))
+    """The latter's blob with its bitstreams in another order, all lengths and checksums of bytes set right, those of tensors kept."""
+    blob = separate()[1].chunk.blob
+    header = blobs.read_header(blob)
+    flat = blobs.streams(blob, header)
+    chosen = [flat[i] for i in order]
+    return blobs.pack(replace(header, key_bytes=min(header.key_bytes, sum(map(len, chosen)))), chosen)
 
 
 # ---------------------------------------------------------------- the format
 def test_header_is_laid_out_as_documented() -> None:
     s = sample()
     blob, i = s.chunk.blob, s.identity
+    length = len(blob) - HEADER - SUM
     got = {name: blob[at : at + size] for name, (at, size) in FIELDS.items()}
     assert got == {
         "magic": b"\x89KVC\r\n\x1a\n", "version": b"\1\0", "flags": b"\0\0", "header length": HEADER.to_bytes(4, "little"),
         "target": i.target, "predictor": samples.tiny().fingerprint, "profile": samples.tiny_profile().id, "prefix key": i.prefix_key,
         "parent digest": bytes(16), "first token": bytes(8), "tokens": b"\x14\0\0\0", "layers": b"\2\0", "format": b"\1", "scales": b"\0",
+        "K bytes": s.chunk.stats.bytes_k.to_bytes(8, "little"), "streams": b"\1\0", "stream length": length.to_bytes(8, "little"),
     }  # fmt: skip
-    at, streams = FIXED, 0
+    at = FIXED
     for layer in range(LAYERS):
-        heads, k_dim, v_dim, zero, k, v = struct.unpack_from("<HHHHQQ", blob, at)
-        assert (heads, k_dim, v_dim, zero) == (2, 12, 12, 0)
-        assert blob[at + 24 : at + ROW] == s.chunk.layer_checksums[32 * layer : 32 * layer + 32]
-        at, streams = at + ROW, streams + k + v
+        assert struct.unpack_from("<HHHH", blob, at) == (2, 12, 12, 0)
+        assert blob[at + 8 : at + ROW] == s.chunk.layer_checksums[32 * layer : 32 * layer + 32]
+        at += ROW
     assert blob[at : at + SUM] == digest(blob[:at]) and blob[-SUM:] == digest(blob[:-SUM])
-    assert len(blob) == HEADER + streams + SUM
-    assert s.chunk.stats.header_bytes == HEADER + SUM and s.chunk.stats.bytes_k + s.chunk.stats.bytes_v == streams
+    assert len(blob) == HEADER + length + SUM
+    assert s.chunk.stats.header_bytes == HEADER + SUM and s.chunk.stats.bytes_k + s.chunk.stats.bytes_v == length
+
+
+def test_header_lists_the_lengths_of_many_bitstreams() -> None:
+    blob = separate()[1].chunk.blob
+    (count,) = struct.unpack_from("<H", blob, 184)
+    lengths = struct.unpack_from(f"<{count}Q", blob, 186)
+    assert count == 2 * LAYERS and sum(lengths) == len(blob) - HEADER - 8 * (count - 1) - SUM
+    assert int.from_bytes(blob[176:184], "little") == sum(lengths[::2])
+    assert blob[FIXED + 8 * (count - 1) :][: LAYERS * ROW] == sample().chunk.blob[FIXED:][: LAYERS * ROW]
 
 
 def test_read_header_gives_what_was_written() -> None:
@@ -241,6 +262,10 @@ def test_a_parent_of_other_bits_is_refused() -> None:
         ("layers", b"\1\0", errors.MalformedHeader), ("layers", b"\xff\xff", errors.MalformedHeader),
         ("format", b"\0", errors.MalformedHeader), ("format", b"\2", errors.MalformedHeader),
         ("format", b"\x63", errors.MalformedHeader), ("scales", b"\1", errors.MalformedHeader),
+        ("K bytes", b"\xff" * 8, errors.MalformedHeader), ("streams", b"\0\0", errors.MalformedHeader),
+        ("streams", b"\2\0", errors.MalformedHeader), ("streams", b"\xff\xff", errors.MalformedHeader),
+        ("stream length", (2**40 + 1).to_bytes(8, "little"), errors.MalformedHeader),
+        ("stream length", (2**40).to_bytes(8, "little"), errors.TruncatedBlob), ("stream length", bytes(8), errors.MalformedHeader),
     ],
 )  # fmt: skip
 def test_forged_fields_are_refused(field: str, data: bytes, error: type[Exception]) -> None:
@@ -262,9 +287,8 @@ def test_forged_header_lengths_are_refused() -> None:
     ("offset", "data", "error"),
     [
         (0, b"\0\0", errors.MalformedHeader), (0, b"\1\0", errors.MalformedHeader), (2, b"\xff\xff", errors.MalformedHeader),
-        (4, b"\0\0", errors.MalformedHeader), (6, b"\1\0", errors.MalformedHeader), (8, b"\xff" * 8, errors.MalformedHeader),
-        (16, (2**40 + 1).to_bytes(8, "little"), errors.MalformedHeader), (8, (2**40).to_bytes(8, "little"), errors.TruncatedBlob),
-        (16, bytes(8), errors.TruncatedBlob), (24, bytes(16), errors.LayerMismatch), (40, bytes(16), errors.LayerMismatch),
+        (4, b"\0\0", errors.MalformedHeader), (6, b"\1\0", errors.MalformedHeader),
+        (8, bytes(16), errors.LayerMismatch), (24, bytes(16), errors.LayerMismatch),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -275,29 +299,45 @@ def test_forged_layer_rows_are_refused(layer: int, offset: int, data: bytes, err
 
 @pytest.mark.parametrize("order", [[1, 0, 2, 3], [0, 1, 3, 2], [2, 1, 0, 3], [2, 3, 0, 1], [0, 3, 2, 1]])
 def test_swapped_bitstreams_with_right_checksums_are_refused(order: list[int]) -> None:
-    assert with_streams([0, 1, 2, 3]) == sample().chunk.blob
+    profile, s = separate()
+    assert with_streams([0, 1, 2, 3]) == s.chunk.blob
+    assert samples.same_bits(decode(s.chunk.blob, profile=profile).layers, s.truth)
     with pytest.raises((errors.LayerMismatch, errors.CorruptBlob)):
-        decode(with_streams(order))
+        decode(with_streams(order), profile=profile)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [0, 1, 2, 3, 3], [0, 1]])
+def test_another_number_of_bitstreams_is_refused(order: list[int]) -> None:
+    with pytest.raises(errors.CorruptBlob):
+        decode(with_streams(order), profile=separate()[0])
+    s = sample()
+    with pytest.raises(errors.CorruptBlob, match="bitstreams where its coder writes one"):
+        decode(
+            blobs.pack(
+                blobs.read_header(s.chunk.blob), blobs.streams(s.chunk.blob, blobs.read_header(s.chunk.blob)) * 2
+            )
+        )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(0, 3), st.binary(max_size=200))
+@given(st.integers(-1, 3), st.binary(max_size=600))
 def test_forged_bitstreams_are_refused(which: int, stream: bytes) -> None:
-    header = blobs.read_header(sample().chunk.blob)
-    flat = [s for pair in blobs.streams(sample().chunk.blob, header) for s in pair]
+    profile, s = separate() if which >= 0 else (samples.tiny_profile(), sample())
+    header = blobs.read_header(s.chunk.blob)
+    flat = blobs.streams(s.chunk.blob, header)
     flat[which] = stream
     with pytest.raises((errors.LayerMismatch, errors.CorruptBlob)):
-        decode(blobs.pack(header, list(zip(flat[::2], flat[1::2], strict=True))))
+        decode(blobs.pack(replace(header, key_bytes=0), flat), profile=profile)
 
 
 def test_layer_mismatch_names_layer_and_tensor() -> None:
     with pytest.raises(errors.LayerMismatch, match="layer 1 V"):
-        decode(sealed(patched(sample().chunk.blob, FIXED + ROW + 40, bytes(16))))
+        decode(sealed(patched(sample().chunk.blob, FIXED + ROW + 24, bytes(16))))
 
 
 def test_claims_allocate_nothing() -> None:
     blob = sample().chunk.blob
-    rows = struct.pack("<HHHHQQ16s16s", 65535, 65535, 65535, 0, 2**40, 2**40, bytes(16), bytes(16)) * blobs.MAX_LAYERS
+    rows = struct.pack("<HHHH16s16s", 65535, 65535, 65535, 0, bytes(16), bytes(16)) * blobs.MAX_LAYERS
     huge = patched(blob[:FIXED], 168, struct.pack("<IH", blobs.MAX_TOKENS, blobs.MAX_LAYERS))
     huge = patched(huge, 12, struct.pack("<I", FIXED + len(rows) + SUM))
     claims = [
@@ -305,7 +345,7 @@ def test_claims_allocate_nothing() -> None:
         forged("tokens", b"\0\0\x10\0"),
         patched(blob, 12, b"\xff" * 4),
     ]
-    claims.append(sealed(patched(blob, FIXED + 8, (2**40).to_bytes(8, "little"))))
+    claims += [forged("stream length", (2**40).to_bytes(8, "little")), forged("streams", b"\xff\xff")]
     decode(blob)  # so that lazily made tables do not count
     for claim in claims:
         tracemalloc.start()

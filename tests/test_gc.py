@@ -215,7 +215,7 @@ def test_compaction_keeps_every_row_and_takes_old_parts_away_later(many: Store) 
     make_old(many)
     assert collect(many, DAY, quiet, compact=True).deleted == 40
     (path,) = many.list(f"index/{TARGET.hex()}/{PROFILE.hex()}")
-    table = index.read_part(many, path, TARGET, PROFILE)
+    table = index.read_part(many, path, target=TARGET, profile=PROFILE)
     assert len(table) == 80 and table["key"].to_pylist() == sorted(before) and rows_of(many) == before
     index.write_part(many, [row(3), row(4)])  # a task that runs again
     assert rows_of(many) == before and collect(many, 0.0, quiet, compact=True).merged == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,12 @@ import codec
 from codec import errors
 from codec.bins import Bins, density_table
 from codec.closed_loop import Carry, ClosedLoop
+from codec.coders import DEFAULT, NAMES, Coder
 from codec.formats import BF16, FORMATS, NumberFormat
 from codec.geometry import Geometry
 from codec.joint_model import COEFFICIENT_MAX, FEATURE_MAX, JointLayer, Means, PairLaw, Ready
 from codec.narrow import FACTORS
-from codec.residual import CellModel, gaussian_table
+from codec.residual import gaussian_table
 from tests import codec_samples as samples
 from tests.float_model import world
 from tests.test_closed_loop import check_round_trip, prompt
@@ -33,8 +35,7 @@ def any_loop(
     """A loop of one layer; of a coarse cache with scales and bins."""
     scales = 2.0 ** rng.uniform(-3, 3, (1, 2, heads)) if fmt.coarse else None
     bins = Bins(gaussian_table(), density_table(), fmt) if fmt.coarse else None
-    model = CellModel(gaussian_table(), fmt, reference)
-    return ClosedLoop([joint], rope_dim, model, fmt, history=joint.history, scales=scales, bins=bins)
+    return ClosedLoop([joint], rope_dim, fmt, history=joint.history, scales=scales, bins=bins, reference=reference)
 
 
 def ready_of(joint: JointLayer) -> Ready:
@@ -113,12 +114,23 @@ def test_any_joint_model_round_trips_any_truth(
     far = rng.integers(0, 1 << fmt.item_bits, shape)
     truth: Any = tuple(fmt.tensor(np.where(rng.random(shape) < 0.3, far, x)) for x in near)
     turn = torch.cos(angle), torch.sin(angle)
-    coded = loop.encode(0, truth, guess, turn, False, carry)
-    decoded = loop.decode(0, coded.streams, guess, turn, carry)
-    assert samples.same_bits([decoded.values], [truth])
     plain = any_loop(np.random.default_rng(seed + 1), joint, rope_dim, fmt, heads, reference=True)
     plain._scales = loop._scales
-    assert plain.encode(0, truth, guess, turn, False, carry).streams == coded.streams, "compiled and plain"
+    scalars = seed % 2**19  # of the chunk whose first layer this is: 1 to 32 lanes
+    for coder_name in NAMES:
+        coders = [Coder(coder_name, gaussian_table(), fmt, reference) for reference in (False, True)]
+        streams = []
+        for coder, some in zip(coders, (loop, plain), strict=True):
+            writer = coder.writer(scalars)
+            coded = some.encode(0, truth, guess, turn, False, writer, carry)
+            streams.append(writer.finish().streams)
+        assert streams[0] == streams[1], "compiled and plain"
+        for coder, some in itertools.product(coders, (loop, plain)):
+            reader = coder.reader(streams[0], scalars)
+            reader.layer()
+            decoded = some.decode(0, reader, guess, turn, carry)
+            reader.finish()
+            assert samples.same_bits([decoded.values], [truth])
     for told in (decoded.next, loop.known(0, truth, guess, turn, carry)[1]):
         if isinstance(coded.next.carry, Carry):
             assert isinstance(told.carry, Carry)
@@ -137,21 +149,26 @@ def test_any_joint_model_round_trips_any_truth(
 @given(st.binary(max_size=600), st.integers(0, 2**32 - 1))
 def test_any_stream_decodes_to_something_or_is_refused(stream: bytes, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    loop = ClosedLoop([any_joint(rng, 4)], 8, CellModel(gaussian_table(), BF16), BF16)
+    loop = ClosedLoop([any_joint(rng, 4)], 8, BF16)
     guess: Any = tuple(torch.from_numpy(rng.standard_normal((1, 5, 8)).astype(np.float32)) for _ in range(2))
     turn = torch.ones(5, 4), torch.zeros(5, 4)
     cut = len(stream) // 2 // 4 * 4
-    try:
-        decoded = loop.decode(0, (stream[:cut], stream[cut:]), guess, turn)
-    except errors.CorruptBlob:
-        return
-    assert decoded.values[0].shape == (1, 5, 8)
+    streams = {DEFAULT: [stream]}
+    for name in NAMES:
+        coder = Coder(name, gaussian_table(), BF16)
+        try:
+            reader = coder.reader(streams.get(name, [stream[:cut], stream[cut:]]), 5)
+            reader.layer()
+            decoded = loop.decode(0, reader, guess, turn)
+        except errors.CorruptBlob:
+            continue
+        assert decoded.values[0].shape == (1, 5, 8)
 
 
 def test_an_outlier_steers_nothing_and_a_large_residual_is_clamped() -> None:
     rng = np.random.default_rng(0)
     joint = replace(any_joint(rng, 3), step=np.full(12, -8))
-    loop = ClosedLoop([joint], 6, CellModel(gaussian_table(), BF16), BF16)
+    loop = ClosedLoop([joint], 6, BF16)
     guess = torch.zeros(1, 1, 6), torch.zeros(1, 1, 6)
     turn = torch.ones(1, 3), torch.zeros(1, 3)
     reach = 2.0**-8 * FEATURE_MAX
@@ -338,7 +355,7 @@ def test_an_absurd_gain_leaves_the_state_finite() -> None:
     run = w.predictor.run([w.predictor.new_state()], [ids])
     guess = run.guess(0)[0]
     loop = replace(profile, tensors=profile.tensors | {"gain_unit": units}).loop_codec
-    told = loop.encode(0, values[0], guess, run.turns()[0], False).next
+    told = loop.known(0, values[0], guess, run.turns()[0])[1]
     run.advance(0, [told.attend], [told.correction])
     assert torch.isfinite(run.h).all()
 

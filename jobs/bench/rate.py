@@ -33,7 +33,7 @@ import codec
 from codec.errors import UserError
 from codec.formats import number_format
 from codec.scales import CacheScales
-from jobs.arguments import add_cache, add_loop
+from jobs.arguments import add_cache, add_coder, add_loop
 from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
 from jobs.bench.machine import available_cores, describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
@@ -67,6 +67,7 @@ class Settings:
     eval: str
     predictor: str = DEFAULT_PREDICTOR
     loop: str = Options.loop
+    coder: str = Options.coder
     window: int | None = None
     cache_dtype: str | None = None
     fp8_scale: str | None = None
@@ -115,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--predictor", default=given.predictor, choices=PREDICTORS, help="the rung of the ladder (default: %(default)s)"
     )
     add_loop(parser)
+    add_coder(parser)
     add_cache(parser)
     for name, text in (
         ("tokens", "tokens of a prompt; shorter prompts are skipped"),
@@ -265,7 +267,15 @@ def _calibrate_open(
         for ids in _chunks(tokens, settings.chunk_tokens):
             moments.add(codec.measure(predictor, state, ids, target.prefill(cache, ids), target.scales))
     step = settings.chunk_tokens
-    return codec.freeze(predictor, identity, target.cache_format, moments, prefill_tokens=step, scales=target.scales)
+    return codec.freeze(
+        predictor,
+        identity,
+        target.cache_format,
+        moments,
+        prefill_tokens=step,
+        scales=target.scales,
+        coder=settings.coder,
+    )
 
 
 def _calibrate_closed(
@@ -282,7 +292,13 @@ def _calibrate_closed(
     note("calibrating layer by layer")
     step = settings.chunk_tokens
     return codec.calibrate_closed(
-        predictor, identity, target.cache_format, samples, prefill_tokens=step, scales=target.scales
+        predictor,
+        identity,
+        target.cache_format,
+        samples,
+        prefill_tokens=step,
+        scales=target.scales,
+        coder=settings.coder,
     )
 
 

@@ -1,0 +1,155 @@
+"""Scalars under their laws to rANS symbols and back: what the residual model's integers mean for the coder.
+
+A scalar's cell in its window (codec.residual) is one symbol. With C the profile's table at a cell's lower edge and
+T = 2**24 - WINDOW - ESCAPE_FREQ, the slots below cell n of the window that begins at S are floor(C T / 2**38) + n - S, so that every cell
+has a slot of its own; the window's first cell has all that lies below it, its last all above, and the last slots mean an escape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from codec import cells
+from codec.cells import Ints
+from codec.formats import NumberFormat
+from codec.kernels import compiled
+from codec.rans import PRECISION, Decoder, States, Symbols, Words
+from codec.residual import (
+    TABLE_BITS,
+    TABLE_REACH,
+    WINDOW,
+    grid_limit,
+    zero_cell_rows,
+)
+from codec.scalar_kernels import (
+    ESCAPE_FREQ,
+    GUESS_BITS,
+    INVERSE,
+    LOGS,
+    ZERO,
+    Fine,
+    Floats,
+    Numbers,
+    Tables,
+    new_row,
+    place_row,
+    read_row,
+    scale_row,
+)
+from codec.scalar_put import Fresh, Lanes, Sink, new_sink, put_row
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream at its place, and the tables to read scalars from it."""
+
+    coder: Decoder
+    tables: Tables
+
+
+def tables_of(table: Ints, fmt: NumberFormat) -> Tables:
+    """The loops' tables for a profile's table of the normal distribution."""
+    total = (1 << PRECISION) - WINDOW - ESCAPE_FREQ
+    below = (table.astype(np.int64) * total) >> TABLE_BITS
+    middle = (np.arange(1 << GUESS_BITS) * 2 + 1) << (PRECISION - GUESS_BITS - 1)
+    logs = [max(m.bit_length() - 1, 0) for m in range((1 << fmt.mantissa) + 1)]
+    fine = np.zeros(ZERO + (cells.BINADES + 1) * (cells.BINADES + 2), np.int32)
+    fine[:INVERSE] = below
+    fine[INVERSE:LOGS] = np.searchsorted(below, middle) - TABLE_REACH
+    fine[LOGS : LOGS + len(logs)] = logs
+    zero = fine[ZERO:].reshape(cells.BINADES + 1, cells.BINADES + 2)
+    zero[:, 1:] = np.cumsum(zero_cell_rows().astype(np.int64) + 1, axis=1)  # exact: integers
+    numbers = Numbers(
+        fmt.mantissa,
+        fmt.emin,
+        fmt.bits,
+        fmt.raw,
+        cells.cell_limit(fmt),
+        fmt.first_nonfinite,
+        grid_limit(fmt),
+        fmt.max_finite,
+    )
+    return Tables(numbers, cells.edge_table(fmt), fine)
+
+
+def put_scaled(patterns: Ints, mean: Floats, sigma: Floats, tables: Tables, lanes: int) -> tuple[Symbols, int]:
+    """(symbols, escapes) of rows [n, T], one after another; mean and sigma float64 [n, T]."""
+    sink = new_sink(patterns.size)
+    _put_scaled(patterns, mean, sigma, *tables, lanes, *new_row(patterns.shape[1]), *sink)
+    return _collected(sink)
+
+
+def put_gridded(
+    patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tables, lanes: int
+) -> tuple[Symbols, int]:
+    """The same of rows in order whose scales are integers already, int64 [n, T]."""
+    sink = new_sink(patterns.size)
+    _put_gridded(patterns, mean, grid, reciprocal, *tables, lanes, *new_row(patterns.shape[1]), *sink)
+    return _collected(sink)
+
+
+def read_gridded(coder: Decoder, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tables) -> Ints:
+    """Patterns of rows coded by `put_gridded` with the same means and scales. Raises CorruptBlob."""
+    out = np.empty(mean.shape, np.int64)
+    _read_gridded(mean, grid, reciprocal, *tables, *new_row(mean.shape[1]), coder.states, coder.words, coder.at, out)
+    coder.check()
+    return out
+
+
+def read_scaled(coder: Decoder, mean: Floats, sigma: Floats, tables: Tables) -> Ints:
+    """The next rows [n, T] coded by `put_scaled`. Raises CorruptBlob."""
+    out = np.empty(mean.shape, np.int64)
+    _read_scaled(mean, sigma, *tables, *new_row(mean.shape[1]), coder.states, coder.words, coder.at, out)
+    coder.check()
+    return out
+
+
+def _collected(sink: Sink) -> tuple[Symbols, int]:
+    count = int(sink.counts[0])
+    return Symbols(sink.start[:count].copy(), sink.freq[:count].copy(), sink.lane[:count].copy()), int(sink.counts[1])
+
+
+@compiled
+def _put_scaled(
+    patterns: Ints, mean: Floats, sigma: Floats, t: Numbers, edges: Ints, fine: Fine, width: int, place: Ints, near: Floats,
+    starts: Fresh, freqs: Fresh, lanes: Lanes, count: Ints,
+) -> None:  # fmt: skip
+    for i in range(patterns.shape[0]):
+        scale_row(sigma[i], t, place)
+        place_row(mean[i], t, place, near)
+        put_row(patterns[i], place, t, edges, fine, width, starts, freqs, lanes, count)
+
+
+@compiled
+def _put_gridded(
+    patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints, t: Numbers, edges: Ints, fine: Fine, width: int, place: Ints, near: Floats,
+    starts: Fresh, freqs: Fresh, lanes: Lanes, count: Ints,
+) -> None:  # fmt: skip
+    for i in range(patterns.shape[0]):
+        place[2], place[3] = grid[i], reciprocal[i]
+        place_row(mean[i], t, place, near)
+        put_row(patterns[i], place, t, edges, fine, width, starts, freqs, lanes, count)
+
+
+@compiled
+def _read_gridded(
+    mean: Floats, grid: Ints, reciprocal: Ints, t: Numbers, edges: Ints, fine: Fine, place: Ints, near: Floats, states: States,
+    words: Words, at: Ints, out: Ints,
+) -> None:  # fmt: skip
+    for i in range(mean.shape[0]):
+        place[2], place[3] = grid[i], reciprocal[i]
+        place_row(mean[i], t, place, near)
+        read_row(place, near, t, edges, fine, states, words, at, out[i])
+
+
+@compiled
+def _read_scaled(
+    mean: Floats, sigma: Floats, t: Numbers, edges: Ints, fine: Fine, place: Ints, near: Floats, states: States, words: Words, at: Ints,
+    out: Ints,
+) -> None:  # fmt: skip
+    for i in range(mean.shape[0]):
+        scale_row(sigma[i], t, place)
+        place_row(mean[i], t, place, near)
+        read_row(place, near, t, edges, fine, states, words, at, out[i])
