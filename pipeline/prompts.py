@@ -173,7 +173,7 @@ def part_name(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _tenant_of(rows: Sequence[dict[str, Any]]) -> str:
-    tenants = {row["tenant"] for row in rows}
+    tenants = {row.get("tenant", "") for row in rows}
     if len(tenants) > 1:
         raise ValueError("a prompts part is of one tenant")
     return str(tenants.pop()) if tenants else ""
@@ -190,7 +190,7 @@ def part_bytes(rows: Sequence[dict[str, Any]]) -> bytes:
         "source": [row["payload"] for row in rows],
         "token_ids": [row["token_ids"] for row in rows],
         "n_tokens": [row["n_tokens"] for row in rows],
-        "tenant": [row["tenant"] for row in rows],
+        "tenant": [row.get("tenant", "") for row in rows],
     }
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pydict(columns, schema=PART_SCHEMA), sink, compression="zstd")
