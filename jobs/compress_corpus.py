@@ -50,11 +50,13 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     add("--max-tokens", type=int, metavar="N", help="cut prompts after N tokens")
     add("--skip-bad", action="store_true", help="report and count bad records instead of refusing the corpus")
-    add("--salt-env", metavar="NAME", help="environment variable with a tenant's salt for the chunk keys")
+    add("--salt-env", metavar="NAME", help="environment variable with a tenant's salt; or a field salt in records")
     add("--verify", default="all", metavar="all|sample:F|none", help="new chunks to decode again (default: all)")
     add("--dry-run", action="store_true", help="say what would be done; load no weights, write nothing")
     add("--shared-fs", action="store_true", help="a local store path is the same file system on every node")
     add("--report", metavar="FILE.json", help="write the figures as JSON")
+    size = "stop before the store holds more than this, such as 500GB (default: no limit)"
+    add("--max-store-bytes", metavar="SIZE", help=size)
     add("--debug", action="store_true", help="show tracebacks")
     return p
 

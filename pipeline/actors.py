@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import codec
+from codec.errors import KVCodecError
 from codec.formats import number_format
 from pipeline import index
 from pipeline.calibration import load_checked_target
@@ -23,6 +25,7 @@ from pipeline.committed import read_checksums
 from pipeline.encode import ChainEncoder, Stored
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
+from pipeline.quota import ROW_BYTES, Quota
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
 
@@ -30,10 +33,12 @@ from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, P
 class EncodeActor:
     """Batches of groups in, one result a group out; blobs and index parts go to the store."""
 
-    def __init__(self, job: Job, device: Device, reporter: Reporter) -> None:
+    def __init__(self, job: Job, device: Device, reporter: Reporter, quota: Quota | None = None) -> None:
         self._job = job
         self._device = device
         self._reporter = reporter
+        self._quota = quota or Quota()
+        self._done: dict[bytes, Stored] = {}  # chunks of the group at work
         self._reader = PromptReader(job.store)
         self._scalar_bytes = number_format(job.cache_format).item_bytes
         self._encoder: ChainEncoder | None = None
@@ -47,22 +52,22 @@ class EncodeActor:
             torch.set_num_threads(self._device.threads)
             predictor, profile = _load(self._job, self._device)
             target = load_checked_target(self._job, self._device)
-            self._encoder = ChainEncoder(self._job, target, predictor, profile, self._report)
+            self._encoder = ChainEncoder(self._job, target, predictor, profile, self._report, self._charge)
         return self._encoder
 
     def _group(self, group: Group) -> GroupResult:
         encoder = self._loaded()
         start, tokens, seconds = time.perf_counter(), encoder.target_tokens, encoder.target_seconds
-        done: dict[bytes, Stored] = {}
-        for prompt in group.prompts:
-            ids = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
-            stored = encoder.prompt(ids, prompt.keys, group.todo, group.lost)
-            # A chunk that is met again, because the actor came back to it, was written the first time.
-            done = {chunk.key: chunk for chunk in stored} | done
-        owners = {key: prompt for prompt in group.prompts for key in prompt.keys}
-        new = [chunk for chunk in done.values() if chunk.key in group.todo and chunk.key not in group.lost]
-        rows = [self._row(chunk, owners[chunk.key]) for chunk in new]
-        part = index.write_part(self._job.store, rows) if rows else ""
+        self._done = {}
+        try:
+            for prompt in group.prompts:
+                ids = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
+                encoder.prompt(ids, prompt.keys, group.todo, group.lost)
+        except KVCodecError:
+            with suppress(KVCodecError):  # a full store: what was written before is not to be written again
+                self._commit(group)
+            raise
+        part, done = self._commit(group), self._done
         return GroupResult(
             group.prompts,
             [self._figures(chunk) for chunk in done.values() if chunk.key in group.todo],
@@ -72,7 +77,20 @@ class EncodeActor:
             time.perf_counter() - start,
         )
 
+    def _commit(self, group: Group) -> str:
+        """Write the rows of the group's chunks that have none yet; the path of the index part, "" without any."""
+        owners = {key: prompt for prompt in group.prompts for key in prompt.keys}
+        new = [chunk for chunk in self._done.values() if chunk.key in group.todo and chunk.key not in group.lost]
+        rows = [self._row(chunk, owners[chunk.key]) for chunk in new]
+        return index.write_part(self._job.store, rows) if rows else ""
+
+    def _charge(self, path: str, chunk: codec.EncodedChunk) -> None:
+        """Ask whether a blob and its index row may still be written."""
+        self._quota.charge(self._job.store, path, len(chunk.blob) + len(chunk.layer_checksums) + ROW_BYTES)
+
     def _report(self, chunk: Stored) -> None:
+        # A chunk that is met again, because the actor came back to it, was written the first time.
+        self._done.setdefault(chunk.key, chunk)
         if chunk.outcome != KEPT:
             self._reporter.add(Counts(chunk.tokens, 1, self._raw_bytes(chunk), chunk.stored_bytes))
 

@@ -50,9 +50,14 @@ class ChainEncoder:
         predictor: codec.Predictor,
         profile: codec.Profile,
         on_chunk: Callable[[Stored], None] | None = None,
+        before_write: Callable[[str, codec.EncodedChunk], None] | None = None,
     ) -> None:
-        """`on_chunk` is called with every chunk as soon as it is in the store."""
+        """`on_chunk` is called with every chunk as soon as it is in the store.
+
+        before_write: called with path and chunk before a blob is written; what it raises ends the prompt.
+        """
         self._job = job
+        self._before_write = before_write
         self._on_chunk = on_chunk
         self._target = target
         self._predictor = predictor
@@ -110,6 +115,8 @@ class ChainEncoder:
         if blob is None:
             encoded = self._compute(following)
             self._check_lost(following, encoded.chain_digest, lost.get(key))
+            if self._before_write is not None:
+                self._before_write(following.path, encoded)
             if store.put_new(following.path, encoded.blob):
                 blob, outcome = encoded.blob, WRITTEN
             else:

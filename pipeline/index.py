@@ -5,7 +5,19 @@ name is a digest of the chunks in it and their bits, so a task that runs twice w
 committed; a row without its blob is an error that verification reports. Two jobs that met the same chunk in differently
 cut tasks both have a row for it: the rows of a key then agree in everything that describes the blob.
 
-    duckdb: SELECT model, sum(raw_bytes) / sum(stored_bytes) FROM 'index/*/*/*.parquet' GROUP BY model
+    duckdb: SELECT model, sum(raw_bytes) / sum(stored_bytes)
+            FROM (SELECT DISTINCT ON (key, chain_digest) * FROM 'index/*/*/*.parquet') GROUP BY model
+
+key            32 bytes: the hash chain over the tokens up to the chunk's end; parent_key: that of the chunk before, null for the first
+chunk_index, first_token, tokens   its place in its prompts, and its length; chunk_tokens: of a full chunk
+model, target, predictor, profile  the model's name when it was stored; fingerprint of its weights; ids of what decodes it
+cache_format, fp8_scale, loop      number format of the cache, how an FP8 cache is scaled, the codec's loop
+raw_bytes, stored_bytes            of the cache, and of the whole blob; header_bytes, bytes_k, bytes_v: what the blob is made of
+scalars_k, scalars_v               how many numbers; ideal_bits_k, ideal_bits_v: their code length; escapes: numbers far from any guess
+layer_checksums                    16 bytes a tensor, K then V, layer by layer, taken before encoding
+parent_digest, chain_digest        16 bytes: of all raw bits before the chunk, and up to its end
+tenant, root_key                   whose it is, and the key of the empty prefix under that salt
+created, host_arch, torch_version, device, prefill_tokens   where and how the target ran
 """
 
 import hashlib

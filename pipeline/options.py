@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ FP8_SCALES = SCALE_MODES
 DEFAULT_FP8_SCALE = "tensor"
 DEVICES = ("auto", "cpu", "cuda")
 MAX_CHUNK_TOKENS = 65_536
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Options:
     dry_run: bool = False
     shared_fs: bool = False
     report: str | None = None
+    max_store_bytes: str | None = None  # as a person writes it: 500GB
 
     def check(self) -> None:
         """Check every field on its own.
@@ -106,6 +109,8 @@ class Options:
         self._check_gpus()
         Verify.parse(self.verify)
         self.salt()
+        if self.max_store_bytes is not None:
+            parse_bytes(self.max_store_bytes)
         if self.report is not None:
             _check_report(self.report)
 
@@ -139,6 +144,14 @@ def read_salt(name: str | None, environment: Mapping[str, str] = os.environ) -> 
     if not value:
         raise UserError(f"the environment variable {name} that --salt-env names is unset or empty")
     return value.encode()
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as 500000, 200MB, 1.5GiB or 2T. Raises UserError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip().lower())
+    if found is None or not (size := int(float(found[1]) * _SIZES[found[2] or ""])):
+        raise UserError(f"{text!r} of --max-store-bytes is no size; write 500MB, 20GiB or 2T")
+    return size
 
 
 def check_window(window: int | None) -> None:

@@ -29,11 +29,12 @@ from pipeline.estimate import estimate
 from pipeline.heal import computed
 from pipeline.lease import at_work
 from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
-from pipeline.options import Options, Verify, scale_mode
+from pipeline.options import Options, Verify, parse_bytes, scale_mode
 from pipeline.paths import MARKER, profile_path
 from pipeline.plan import Admitted, Plan, Prompt, admit, make_plan
 from pipeline.progress import Counts, Display, ProgressBoard, Reporter
 from pipeline.prompts import Rekey, Tokenise, Tokenising, split_rows, with_keys, work_items
+from pipeline.quota import Quota, make_quota, room
 from pipeline.ray_runtime import Cluster, Pools
 from pipeline.report import Outcome, say
 from pipeline.store import Store
@@ -121,6 +122,8 @@ def prepare(options: Options) -> Prepared:
     stored = not options.dry_run or store.exists(MARKER)
     if stored:
         store = Store.open(options.store, create=not options.dry_run)
+        if options.max_store_bytes is not None and not options.dry_run:
+            room(store, parse_bytes(options.max_store_bytes))
     target = model.fingerprint(cache_format)  # reads all weights, so it comes last
     job = Job(
         store,
@@ -174,10 +177,11 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
             job = _calibrate(prepared, sources, pools, device, consoles)
             # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
             before, plan = _plan(job, admitted.prompts)
+        quota = make_quota(job.store, options.max_store_bytes)
         results, before, plan = computed(
             job,
             (before, plan),
-            lambda before, plan: _compute(job, plan, before, pools, device, consoles),
+            lambda before, plan: _compute(job, plan, before, quota, pools, device, consoles),
             lambda: _plan(job, admitted.prompts),
             lambda text: say(consoles.notes, text),
         )
@@ -329,7 +333,7 @@ def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: 
 
 
 def _compute(
-    job: Job, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles
+    job: Job, plan: Plan, before: Committed, quota: Quota, pools: Pools, device: str, consoles: Consoles
 ) -> list[GroupResult]:
     ray: Any = importlib.import_module("ray")
     data: Any = importlib.import_module("ray.data")
@@ -338,7 +342,7 @@ def _compute(
     groups = [{"group": make_group(group, plan.stored, before.lost).to_json()} for group in plan.groups]
     stage = data.from_items(groups, override_num_blocks=min(len(groups), MAX_BLOCKS)).map_batches(
         EncodeActor,
-        fn_constructor_args=(job, _device(device, pools.encode_gpus, pools.encode_cpus), reporter),
+        fn_constructor_args=(job, _device(device, pools.encode_gpus, pools.encode_cpus), reporter, quota),
         batch_size=1,
         num_cpus=pools.encode_cpus,
         num_gpus=pools.encode_gpus,

@@ -8,9 +8,14 @@ from typing import Any
 
 import fsspec
 
+from codec.errors import UserError
+
 TRANSIENT_CLASSES = {f"botocore.{name}Error" for name in ("HTTPClient", "Connection", "ResponseParser")} | {
     "aiohttp.ClientError"
 }
+ENCRYPTION, ENCRYPTION_KEY = "KV_STORE_SSE", "KV_STORE_SSE_KMS_KEY_ID"
+ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
+
 # What servers answer when there is no room: Ceph and SeaweedFS; MinIO's disks and quotas; others.
 FULL_CODES = {
     "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "InsufficientStorage", "StorageFull",
@@ -27,12 +32,25 @@ def connect_s3(options: dict[str, Any]) -> Any:
         "read_timeout": 60,
         **options.get("config_kwargs", {}),
     }
+    if encryption := _encryption():
+        options["s3_additional_kwargs"] = {**encryption, **options.get("s3_additional_kwargs", {})}
     options["client_kwargs"] = dict(options.get("client_kwargs", {}))
     if os.environ.get("AWS_REGION"):
         options["client_kwargs"].setdefault("region_name", os.environ["AWS_REGION"])
     connected = fsspec.filesystem("s3", skip_instance_cache=True, **options)
     connected.retries = 1
     return connected
+
+
+def _encryption() -> dict[str, str]:
+    """What the environment asks of the server for every object that is written: the kind of encryption, and its key."""
+    kind, key = os.environ.get(ENCRYPTION, ""), os.environ.get(ENCRYPTION_KEY, "")
+    if kind not in ("", *ENCRYPTIONS):
+        raise UserError(f"{ENCRYPTION} is {kind!r:.50}; it may be {' or '.join(ENCRYPTIONS)}")
+    if key and not kind.startswith("aws:kms"):
+        raise UserError(f"{ENCRYPTION_KEY} is set, and needs {ENCRYPTION} to be aws:kms")
+    chosen = {"ServerSideEncryption": kind, "SSEKMSKeyId": key}
+    return {name: value for name, value in chosen.items() if value}
 
 
 def answer(error: BaseException) -> tuple[int, str]:

@@ -9,7 +9,8 @@ told that it was there. A reader sees a whole object or none. A local write is o
 S3 is configured by the environment alone, so that no secret is in a command line, a log or a pickled `Store`:
 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE and instance roles; AWS_ENDPOINT_URL_S3 or
 AWS_ENDPOINT_URL for a server that is not Amazon's; AWS_REGION or AWS_DEFAULT_REGION. botocore reads all of these itself
-except AWS_REGION, which is passed on here. Other s3fs settings can be given as `storage_options`, credentials cannot.
+except AWS_REGION, which is passed on here. KV_STORE_SSE (AES256 or aws:kms) and KV_STORE_SSE_KMS_KEY_ID ask the server to
+encrypt what is written. Other s3fs settings can be given as `storage_options`, credentials cannot.
 """
 
 import functools
@@ -355,6 +356,8 @@ class Store:
 
     def _explain(self, verb: str, path: str, error: BaseException) -> KVCodecError:
         """One sentence for an error of the storage, with the place and without secrets."""
+        if isinstance(error, KVCodecError):
+            return error  # from making the connection
         status, code = answer(error)
         failed = f"cannot {verb} {self.uri}/{path}".rstrip("/")
         if verb == "write" and is_full(error):

@@ -24,7 +24,15 @@ os.environ.update(
     no_proxy="127.0.0.1,localhost",
 )
 # A cluster or an account that the developer's shell points at is no place for tests.
-for _name in ("RAY_ADDRESS", "RAY_NAMESPACE", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+for _name in (
+    "RAY_ADDRESS",
+    "RAY_NAMESPACE",
+    "AWS_PROFILE",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "KV_STORE_SSE",
+    "KV_STORE_SSE_KMS_KEY_ID",
+):
     os.environ.pop(_name, None)
 
 REPO_ROOT = Path(__file__).resolve().parent.parent

@@ -16,12 +16,25 @@ BUCKET = "test-bucket"
 
 
 @contextmanager
-def s3_server(folder: Path) -> Iterator[dict[str, str]]:
-    """Yields the environment variables that a client needs; skips the test where the server's binary is missing."""
+def s3_server(folder: Path, data: Path | None = None) -> Iterator[dict[str, str]]:
+    """Yields the environment variables that a client needs. data: a folder for the server's files.
+
+    Skips the test where the server's binary is missing.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with open(folder / "dev-s3.err", "wb") as errors:
         script = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--port", "0", "--bucket", BUCKET, "--log", str(folder / "weed.log")],
+            [
+                sys.executable,
+                str(SCRIPT),
+                "--port",
+                "0",
+                "--bucket",
+                BUCKET,
+                "--log",
+                str(folder / "weed.log"),
+                *(["--dir", str(data)] if data else []),
+            ],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -201,3 +201,53 @@ def test_a_full_server_says_so_at_once(uri: str, status: int, code: str, message
     with pytest.raises(StoreFull, match=f"cannot write {uri}/a: .*{message}"):
         store.put_new("a", b"1")
     assert store._connected.failures == 0 and not store.exists("a")
+
+
+# ---------------------------------------------------------------- encryption at rest
+def on_disk(server_files: Path, needle: bytes) -> bool:
+    """Whether these bytes stand in any file of the server's."""
+    return any(needle in path.read_bytes() for path in server_files.rglob("*") if path.is_file())
+
+
+def test_objects_are_encrypted_on_the_servers_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of its own, whose files are searched for what was written: one part and several, with and without."""
+    needle = os.urandom(64)
+    # SeaweedFS keeps the key of its own (SSE-S3) in its filer.
+    with s3_server(tmp_path, data=tmp_path / "data") as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        Store.open(f"s3://{BUCKET}/plain").put_new("a", bytes(500_000) + needle)
+        assert on_disk(tmp_path / "data", needle)
+        secret = os.urandom(64)
+        monkeypatch.setenv("KV_STORE_SSE", "AES256")
+        store = Store.open(f"s3://{BUCKET}/closed")
+        large = os.urandom(2**20) * 64 + secret
+        assert store.put_new("small", bytes(500_000) + secret) and store.put_new("large", large)
+        assert store.put_new("small", b"other") is False and store.put_new("large", b"other") is False
+        for name in ("small", "large"):
+            head = store._fs.call_s3("head_object", Bucket=BUCKET, Key=f"closed/{name}")
+            assert head["ServerSideEncryption"] == "AES256"
+        assert not on_disk(tmp_path / "data", secret)
+        monkeypatch.delenv("KV_STORE_SSE")
+        again = Store.open(f"s3://{BUCKET}/closed")
+        assert again.get("large") == large and again.get("small", start=499_990) == bytes(10) + secret
+        assert again.size("large") == len(large) and [e.size for e in again.entries()][:2] == [len(large), 500_064]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "message"),
+    [("rot13", "", "KV_STORE_SSE is 'rot13'; it may be AES256"), ("AES256", "k", "needs KV_STORE_SSE to be aws:kms")],
+)
+def test_encryption_that_cannot_be(
+    uri: str, monkeypatch: pytest.MonkeyPatch, kind: str, key: str, message: str
+) -> None:
+    monkeypatch.setenv("KV_STORE_SSE", kind)
+    monkeypatch.setenv("KV_STORE_SSE_KMS_KEY_ID", key)
+    with pytest.raises(UserError, match=message):
+        Store.open(uri)
+
+
+def test_a_key_of_a_key_service_is_asked_for(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_STORE_SSE", "aws:kms")
+    monkeypatch.setenv("KV_STORE_SSE_KMS_KEY_ID", "a-key")
+    assert Store(uri)._fs.s3_additional_kwargs == {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "a-key"}

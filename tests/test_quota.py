@@ -1,0 +1,93 @@
+"""A store that may not grow without end: refused at once where it is full, stopped cleanly where it would be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from codec.errors import UserError
+from pipeline.actors import EncodeActor
+from pipeline.audit import audit
+from pipeline.options import Options, parse_bytes
+from pipeline.quota import Budget, Quota, room, store_bytes
+from pipeline.run import prepare
+from pipeline.store import Store, StoreFull
+from tests.made_store import make, options_of
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("500000", 500_000), ("2kB", 2000), ("1.5GiB", 3 << 29), ("20 GB", 20 * 10**9), ("2T", 2 * 10**12)],
+)
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "lots", "5 apples", "1e9", "NaN"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UserError, match="is no size"):
+        Options("m", "c", "s", max_store_bytes=text).check()
+
+
+def test_a_budget_gives_no_more_than_it_has() -> None:
+    budget = Budget(100)
+    assert [budget.take(60), budget.take(60), budget.take(40), budget.take(1)] == [40, -20, 0, -1]
+
+
+def test_room_is_what_the_listing_leaves(tmp_path: Path) -> None:
+    store = Store.open(str(tmp_path))
+    store.put_new("a", bytes(500))
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert store_bytes(store) == held and room(store, held + 7) == 7
+    with pytest.raises(UserError, match=f"holds {held} bytes and --max-store-bytes allows {held};"):
+        room(store, held)
+
+
+class LocalQuota(Quota):
+    """With a budget in this process."""
+
+    def charge(self, store: Store, path: str, size: int) -> None:
+        self.check(store, path, self.budget.take(size))
+
+
+LIMIT = [0]
+
+
+class LimitedActor(EncodeActor):
+    """An encode actor under LIMIT."""
+
+    def _loaded(self):  # type: ignore[no-untyped-def]
+        if self._quota.budget is None:
+            self._quota = LocalQuota(Budget(room(self._job.store, LIMIT[0])), LIMIT[0])
+        return super()._loaded()
+
+
+def test_a_job_stops_at_the_limit_and_goes_on_when_it_is_raised(tiny_model: Path, tmp_path: Path) -> None:
+    options = options_of(tiny_model, tmp_path)
+    LIMIT[0] = 1  # a job that calibrates and stores nothing
+    with pytest.raises(UserError, match="--max-store-bytes allows 1"):
+        make(options, LimitedActor)
+    before = store_bytes(Store(options.store))
+    LIMIT[0] = before + 30_000
+    with pytest.raises(StoreFull, match=r"blobs/.*\.kv was not written: .* would pass --max-store-bytes"):
+        make(options, LimitedActor)
+    store = Store(options.store)
+    assert before < store_bytes(store) <= LIMIT[0] and list(store.list("running")) == []
+    found = audit(store, grace=0.0, selects=lambda key: True)
+    assert found.faults == [] and 0 < found.rows == found.blobs < 7
+    LIMIT[0] = 10**9
+    assert make(options, LimitedActor).computed() < 7 * 32
+    found = audit(store, grace=0.0, selects=lambda key: True)
+    assert found.faults == [] and found.rows == found.blobs == 7
+
+
+def test_a_full_store_is_refused_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    options = replace(options_of(tiny_model, tmp_path), max_store_bytes="10")
+    with pytest.raises(UserError, match="--max-store-bytes allows 10"):
+        prepare(options)
+    assert [path.name for path in (tmp_path / "store").rglob("*") if path.is_file()] == ["store.json"]
+    prepare(replace(options, dry_run=True))
+    assert json.loads((tmp_path / "store" / "store.json").read_text()) == {"format": 1}

@@ -1,0 +1,109 @@
+"""Looking after a store that real jobs write to: embedded Ray, and a real S3 server."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from codec.errors import StorageError
+from jobs.gc import main as gc
+from jobs.verify import main as verify
+from pipeline import ray_runtime
+from pipeline.options import Options
+from pipeline.paths import parse_blob_path
+from pipeline.quota import store_bytes
+from pipeline.run import Consoles, run
+from pipeline.store import Store
+from tests.made_store import RECORDS, ShakenActor, make, options_of
+from tests.s3_server import BUCKET, s3_server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server, and then Ray, whose workers inherit its environment."""
+    before = dict(os.environ)
+    with s3_server(tmp_path_factory.mktemp("s3")) as environment:
+        os.environ.update(environment)
+        with ray_runtime.connected(2):
+            yield
+    for name in environment:
+        os.environ.pop(name)
+        if name in before:
+            os.environ[name] = before[name]
+
+
+def work(options: Options) -> tuple[int, str]:
+    """(exit status, what was printed)."""
+    text = io.StringIO()
+    console = Console(file=text, width=300)
+    return run(options, Consoles(console, console)), text.getvalue()
+
+
+def test_a_store_on_s3_is_verified_repaired_collected_and_purged(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = replace(options_of(tiny_model, tmp_path), store=f"s3://{BUCKET}/looked-after", verify="none")
+    assert work(options)[0] == 0
+    store, arguments = Store(options.store), ["--store", options.store]
+    blobs = list(store.list("blobs"))
+    assert len(blobs) == 7 and list(store.list("running")) == []
+    assert verify([*arguments, "--deep"]) == 0 and "7 read, 7 decoded" in capsys.readouterr().out
+    good = store.get(blobs[3])
+    store.delete(blobs[3])
+    store.put_new(blobs[3], good[:-1])
+    assert verify([*arguments, "--repair"]) == 1 and f"corrupt: {blobs[3]}: " in capsys.readouterr().out
+    assert work(options)[0] == 0 and store.get(blobs[3]) == good
+    assert verify([*arguments, "--deep"]) == 0
+    bucket, _, key = f"{store._root}/blobs/x".partition("/")
+    store._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
+    assert gc([*arguments, "--grace", "0", "--yes", "--compact"]) == 0
+    text = capsys.readouterr().out
+    assert "leftover: blobs/x" in text and "quarantine: quarantine/" in text and "merged" in text
+    assert list(store.list("blobs")) == blobs and list(store.leftovers()) == list(store.list("quarantine")) == []
+    assert gc([*arguments, "--purge", "--prompt", "b", "--yes"]) == 0
+    assert "removed 1 blobs" in capsys.readouterr().out and len(list(store.list("blobs"))) == 6
+    assert verify([*arguments, "--deep"]) == 0
+
+
+def test_an_fp8_corpus_of_two_tenants(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scales are calibrated after the prompts were tokenised, and only the corpus has the salts."""
+    records = [RECORDS[0], RECORDS[0] | {"salt": "hush-one"}, RECORDS[0] | {"salt": "hush-two"}]
+    options = options_of(tiny_model, tmp_path, records, cache_dtype="fp8_e4m3", loop="closed")
+    status, text = work(options)
+    assert status == 0 and "hush" not in text
+    store = Store(options.store)
+    assert len({parse_blob_path(path)[2] for path in store.list("blobs")}) == 9
+    assert verify(["--store", options.store, "--deep"]) == 0
+    assert "9 read, 9 decoded" in capsys.readouterr().out
+    assert "nothing to compute" in work(options)[1]
+
+
+def test_a_lost_chunk_with_other_bits_is_made_again_with_all_that_follows(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = options_of(tiny_model, tmp_path)
+    made = make(options, ShakenActor)
+    made.store.delete(made.path("a", 0))
+    status, text = work(options)
+    assert status == 0 and "was lost and holds other bits now: 4 chunks" in text
+    assert verify(["--store", options.store, "--deep"]) == 0 and "7 decoded" in capsys.readouterr().out
+
+
+def test_a_job_stops_at_its_limit(tiny_model: Path, tmp_path: Path) -> None:
+    options = options_of(tiny_model, tmp_path)
+    make(replace(options, corpus=options_of(tiny_model, tmp_path, RECORDS[2:]).corpus))
+    options_of(tiny_model, tmp_path)  # the whole corpus again
+    limit = store_bytes(Store(options.store)) + 20_000
+    with pytest.raises(StorageError, match=r"\.kv was not written: .* would pass --max-store-bytes") as caught:
+        work(replace(options, max_store_bytes=str(limit)))
+    assert "\n" not in str(caught.value) and store_bytes(Store(options.store)) <= limit
+    assert verify(["--store", options.store, "--deep"]) == 0
+    assert work(options)[0] == 0
