@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.bench import ablation, coder, peers, predictor, rate, restore
+from jobs.bench import ablation, coder, peers, predictor, rate, restore, scaling
 from jobs.exits import exit_status
 from pipeline.report import say, show_rows
 
@@ -28,7 +28,11 @@ COMMANDS = {
     "coder": coder,
     "peers": peers,
     "predictor": predictor,
+<<<<<<< HEAD
     "restore": restore,
+=======
+    "scaling": scaling,
+>>>>>>> 9484168 (Benchmark scaling (not yet run to the end))
 }  # name on the command line -> module, as described in jobs/bench/__init__.py
 
 
