@@ -28,11 +28,8 @@ COMMANDS = {
     "coder": coder,
     "peers": peers,
     "predictor": predictor,
-<<<<<<< HEAD
     "restore": restore,
-=======
     "scaling": scaling,
->>>>>>> 9484168 (Benchmark scaling (not yet run to the end))
 }  # name on the command line -> module, as described in jobs/bench/__init__.py
 
 
