@@ -91,7 +91,7 @@ class Linear:
         total: Tensor | None = None
         stacked = torch.cat(rows) if len(rows) > 1 else rows[0]  # so that a weight is converted once, where it must be
         for j, w in enumerate(self._limbs):
-            for i, found in enumerate(exact.product_int8(stacked, w).split(len(rows[0]))):
+            for i, found in enumerate(exact.product_int8(stacked, w).chunk(len(rows))):
                 part = found.to(torch.float64)
                 if i + j:
                     part.mul_(_LIMB ** (i + j))  # exact: a power of two
