@@ -26,14 +26,18 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 
 def add_loop(parser: argparse.ArgumentParser) -> None:
     """--loop and --window."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--loop",
         default=Options.loop,
         choices=LOOPS,
         help="whether the predictor sees decoded values (default: %(default)s)",
     )
-    add(
+    add_window(parser)
+
+
+def add_window(parser: argparse.ArgumentParser) -> None:
+    """--window."""
+    parser.add_argument(
         "--window",
         type=int,
         metavar="N",

@@ -18,15 +18,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.bench import ablation, predictor, rate, restore
+from jobs.bench import ablation, coder, peers, predictor, rate, restore, scaling
 from jobs.exits import exit_status
 from pipeline.report import say, show_rows
 
 COMMANDS = {
     "rate": rate,
     "ablation": ablation,
+    "coder": coder,
+    "peers": peers,
     "predictor": predictor,
     "restore": restore,
+    "scaling": scaling,
 }  # name on the command line -> module, as described in jobs/bench/__init__.py
 
 

@@ -13,16 +13,16 @@ from pipeline.plan import Plan
 from pipeline.work import ChunkFigures, Job
 
 # By loop and predictor, bf16: what SmolLM2-135M came to, rounded down; int8-mixed on short prompts only, int4 and mxfp4 guessed.
-GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.6, ("closed", "int8"): 3.8, ("closed", "int8-mixed"): 4.3,
-                  ("closed", "int8-a16"): 5.1, ("closed", "int4"): 2.5, ("closed", "mxfp4"): 2.3,
-                  ("closed", "static"): 1.7, ("closed", "linear"): 1.9}  # fmt: skip
+GUESSED_RATIOS = {("open", "fp8"): 2.3, ("closed", "fp8"): 3.6, ("closed", "int8"): 3.9, ("closed", "int8-mixed"): 4.7,
+                  ("closed", "int8-a16"): 5.2, ("closed", "int4"): 2.9, ("closed", "mxfp4"): 2.8,
+                  ("closed", "static"): 1.8, ("closed", "linear"): 2.0}  # fmt: skip
 GUESSED_RATIO = 2.3  # of any other
 # The same of an FP8 cache, over 8 bits (e4m3, one scale a tensor); open: the code length of a reference.
 GUESSED_FP8_RATIOS = {
     ("open", "fp8"): 2.7,
     ("closed", "fp8"): 4.8,
     ("closed", "int8"): 5.5,
-    ("closed", "int8-a16"): 7.8,
+    ("closed", "int8-a16"): 8.0,
 }
 GUESSED_FP8_RATIO = 2.7
 # Tokens a second of one actor, times parameters: target, exact predictor, coder and checks together. Measured with a

@@ -27,6 +27,7 @@ from codec.residual import (
     Freqs,
     Placement,
     gaussian_table,
+    grid_limit,
     place,
     place_values,
     place_values_reference,
@@ -45,10 +46,6 @@ ONE = 1 << PRECISION
 EXACT_WORDS = [0x21694DDA, 0xFFFFFFFE, 0xD4472ADF, 0x2AFFFFFF, 0x32000000, 0x030A8009]
 
 
-def top_grid(fmt: NumberFormat) -> int:
-    return (fmt.first_nonfinite >> fmt.mantissa) + fmt.emin - 2 - fmt.mantissa
-
-
 def any_placement(rng: np.random.Generator, count: int, fmt: NumberFormat) -> Placement:
     """Placements within the bounds that `place` and a profile keep, and no more sensible than that."""
     limit = cell_limit(fmt)
@@ -61,7 +58,7 @@ def any_placement(rng: np.random.Generator, count: int, fmt: NumberFormat) -> Pl
             np.clip(rng.integers(-200, 80, count), -limit, limit - WINDOW),
             rng.integers(-limit, limit - WINDOW + 1, count),
         ),
-        rng.integers(fmt.emin, top_grid(fmt) + 1, count),
+        rng.integers(fmt.emin, grid_limit(fmt) + 1, count),
         np.where(rng.random(count) < 0.5, rng.integers(1 << 14, 1 << 16, count), rng.integers(1, (1 << 20) + 1, count)),
     )
 

@@ -89,9 +89,10 @@ class Linear:
     def _integer_product(self, rows: list[Tensor]) -> Tensor:
         """Sum over pairs of limbs, each exact in int32, combined in float64."""
         total: Tensor | None = None
-        for i, a in enumerate(rows):
-            for j, w in enumerate(self._limbs):
-                part = exact.product_int8(a, w).to(torch.float64)
+        stacked = torch.cat(rows) if len(rows) > 1 else rows[0]  # so that a weight is converted once, where it must be
+        for j, w in enumerate(self._limbs):
+            for i, found in enumerate(exact.product_int8(stacked, w).chunk(len(rows))):
+                part = found.to(torch.float64)
                 if i + j:
                     part.mul_(_LIMB ** (i + j))  # exact: a power of two
                 total = part if total is None else total.add_(part)

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,13 +18,11 @@ import torch
 
 import codec
 from codec import checksums
-from codec.errors import DataError, KVCodecError
+from jobs.bench.child import answer, ask
 from jobs.bench.machine import peak_rss_bytes
 from pipeline.paths import blob_path
 from pipeline.store import Store
 from pipeline.work import load_predictor, load_profile
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)
@@ -61,14 +57,8 @@ class Decoded:
 
 def decode_elsewhere(request: Request, prompts: Sequence[StoredPrompt], folder: Path) -> Decoded:
     """Start the process and wait for it; its request is written into `folder`. Raises DataError when it fails."""
-    path = folder / "decode-request.json"
-    path.write_text(json.dumps({"request": asdict(request), "prompts": [asdict(p) for p in prompts]}), encoding="utf-8")
-    command = [sys.executable, "-m", "jobs.bench.decode_process", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise DataError(f"decoding in a process of its own failed: {lines[-1].removeprefix('error: ')}")
-    return Decoded(**json.loads(done.stdout.splitlines()[-1]))
+    asked = {"request": asdict(request), "prompts": [asdict(p) for p in prompts]}
+    return Decoded(**ask("jobs.bench.decode_process", asked, folder, "decoding"))
 
 
 def decode_all(request: Request, prompts: Sequence[StoredPrompt]) -> Decoded:
@@ -105,17 +95,10 @@ def _warm_up(
     codec.decode(predictor, profile, predictor.new_state(), torch.tensor(prompt.token_ids[:step]), blob, identity)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Read the request, decode, print the outcome as one line of JSON."""
-    data: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    try:
-        decoded = decode_all(Request(**data["request"]), [StoredPrompt(**p) for p in data["prompts"]])
-    except KVCodecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(asdict(decoded)))
-    return 0
+def work(asked: dict[str, Any]) -> dict[str, Any]:
+    """Decode what was asked for."""
+    return asdict(decode_all(Request(**asked["request"]), [StoredPrompt(**p) for p in asked["prompts"]]))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(answer(work))

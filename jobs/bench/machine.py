@@ -45,11 +45,32 @@ def peak_rss_bytes() -> int:
 
     Linux counts the parent's memory into a child's ru_maxrss when the child is started, so VmHWM is asked where there is one.
     """
+    if found := _status("VmHWM:"):
+        return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def rss_bytes() -> int:
+    """Memory that this process holds now; its peak where the system does not say."""
+    return _status("VmRSS:") or peak_rss_bytes()
+
+
+def reset_peak() -> bool:
+    """Let `peak_rss_bytes` begin anew; false where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _status(name: str) -> int:
+    """A size in /proc/self/status, in bytes; 0 where there is none."""
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(name):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,12 +25,12 @@ from codec.predictor.config import KINDS
 from jobs.arguments import add_loop
 from jobs.bench.machine import available_cores, describe
 from jobs.bench.prompts import read_prompts
+from jobs.bench.turns import Note, take_turns
 from pipeline.model_source import RUN_DTYPES, load_tokenizer, resolve_cache_format, resolve_model
 from pipeline.options import MAX_CHUNK_TOKENS, Options, check_window
 from pipeline.rung import Rung
 from pipeline.target import Target, load_target
 
-Note = Callable[[str], None]
 TARGET = "target"
 
 
@@ -119,7 +118,7 @@ def measure(settings: Settings, note: Note) -> dict[str, Any]:
         note(f"building {kind}")
         predictor = Rung(kind, settings.loop, settings.window).build(target, None, [])
         sides[kind] = lambda p=predictor: predict(p, chunks)  # type: ignore[misc]
-    seconds = _take_turns(sides, settings.repeats, note)
+    seconds = take_turns(sides, settings.repeats, note)
     shown = asdict(settings) | {
         "model": source.name,
         "cache_dtype": cache_format,
@@ -156,16 +155,3 @@ def _prefill(target: Target, chunks: Sequence[Tensor]) -> None:
     cache = target.new_cache()
     for ids in chunks:
         target.prefill(cache, ids)
-
-
-def _take_turns(sides: dict[str, Callable[[], None]], repeats: int, note: Note) -> dict[str, list[float]]:
-    """Seconds of each repeat of each side; a first round warms up and is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(repeats + 1):
-        for name, side in sides.items():
-            note(f"warming up: {name}" if not repeat else f"repeat {repeat} of {repeats}: {name}")
-            begin = time.perf_counter()
-            side()
-            if repeat:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds

@@ -109,12 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `rate`."""
     given = Settings("", "", "")
     add = parser.add_argument
-    add("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
-    add("--calibration", required=True, metavar="URI", help="corpus to calibrate on")
-    add("--eval", required=True, metavar="URI", help="corpus to measure")
-    add(
-        "--predictor", default=given.predictor, choices=PREDICTORS, help="the rung of the ladder (default: %(default)s)"
-    )
+    add_inputs(parser)
     add_loop(parser)
     add_coder(parser)
     add_cache(parser)
@@ -127,6 +122,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         flag = "--" + name.replace("_", "-")
         add(flag, type=int, default=getattr(given, name), metavar="N", help=text + " (default: %(default)s)")
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """The target, the rung and the corpora, for every benchmark that calibrates."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH|GGUF|HUB_ID", help="the target")
+    add("--calibration", required=True, metavar="URI", help="corpus to calibrate on")
+    add("--eval", required=True, metavar="URI", help="corpus to measure")
+    add(
+        "--predictor",
+        default=Settings.predictor,
+        choices=PREDICTORS,
+        help="the rung of the ladder (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:

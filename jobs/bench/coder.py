@@ -1,0 +1,337 @@
+"""`coder`: how many scalars a second one core codes, under the laws of a real model's layers.
+
+Calibrates a closed loop, records the predictor's guesses for the evaluation prompts, and then codes their caches again and again:
+the predictor's time is in no figure. One thread; sides take turns, and each figure is the median of its repeats. Every side's round
+trip is compared bit for bit before it is timed.
+
+encode_scalars_per_s               the entropy stage alone: patterns under known laws (mean, sigma) to bytes; decode: back
+*_joint                            the same with the joint model: the laws are found, too, channel after channel
+*_constriction                     the same with the constriction backend instead of rANS; *_constriction_joint: both
+*_gaussian                         constriction's own QuantizedGaussian on integers of the same spread: what it does at best. It does not
+                                   code the cache (rare values are clipped, and there is no escape)
+bytes, bytes_constriction          of the bitstreams; bits_per_scalar: of rANS
+d_kv                               by width of K and V of a token: the cost of decoding with a made-up joint model, ns_per_scalar; of
+                                   encoding: encode_ns_per_scalar. d_kv_ratio: the last one's ns_per_scalar over the first one's
+spread                             of a side: the slowest repeat over the fastest
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import constriction
+import numpy as np
+import torch
+from torch import Tensor
+
+import codec
+from codec import entropy, rans, scalars
+from codec.cells import Ints
+from codec.closed_loop import ClosedLoop
+from codec.coders import Coder
+from codec.errors import UserError
+from codec.formats import NumberFormat
+from codec.geometry import Floats, Geometry
+from codec.loop import Pair, follow
+from jobs.arguments import add_cache, add_window
+from jobs.bench import rate
+from jobs.bench.machine import describe
+from jobs.bench.synthetic import Sweep, sweep
+from jobs.bench.turns import Note, take_turns
+from pipeline.store import Store
+
+CODERS = {"rans": rans.NAME, "constriction": entropy.BACKEND}
+Laws = tuple[
+    int, Ints, Floats, Floats
+]  # side, and patterns, mean, sigma [channels, T] in the order in which they are coded
+Layers = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; the names are those of the command line."""
+
+    model: str
+    calibration: str
+    eval: str
+    predictor: str = rate.Settings.predictor
+    window: int | None = None
+    cache_dtype: str | None = None
+    fp8_scale: str | None = None
+    tokens: int = 512
+    train: int = 4
+    test: int = 1
+    chunk_tokens: int = 256
+    repeats: int = 5
+    d_kv: Sequence[int] = (192, 1024)
+
+    def check(self) -> None:
+        """Raise UserError for the first value that cannot be."""
+        self.rate().check()
+        if not 1 <= self.repeats <= 1000:
+            raise UserError(f"--repeats {self.repeats} must be at least 1 and at most 1000")
+        for width in self.d_kv:
+            if not 64 <= width <= 4096 or width % 64:
+                raise UserError(f"--d-kv {width} must be a multiple of 64 from 64 to 4096")
+
+    def rate(self) -> rate.Settings:
+        """What `rate` calls the same; one thread."""
+        given = {f.name: getattr(self, f.name) for f in fields(rate.Settings) if hasattr(self, f.name)}
+        return rate.Settings(**(given | {"loop": "closed", "coder": rans.NAME, "threads": 1}))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a cache, what was guessed of it, and its laws, layer by layer."""
+
+    truth: Layers
+    guesses: list[Pair]
+    turns: list[Pair]
+    laws: list[list[Laws]]
+
+    @property
+    def scalars(self) -> int:
+        """K and V of all layers."""
+        return sum(t.numel() for pair in self.truth for t in pair)
+
+
+# ---------------------------------------------------------------- command line
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `coder`."""
+    given = Settings("", "", "")
+    rate.add_inputs(parser)
+    add_window(parser)
+    add_cache(parser)
+    for name, text in (
+        ("tokens", "tokens of a prompt; shorter prompts are skipped"), ("train", "prompts to calibrate on"),
+        ("test", "prompts to measure"), ("chunk_tokens", "tokens of a chunk"), ("repeats", "of every side"),
+    ):  # fmt: skip
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(
+            flag, type=int, default=getattr(given, name), metavar="N", help=text + " (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--d-kv", type=int, nargs="*", default=list(given.d_kv), metavar="N",
+        help="widths to compare with made-up joint models (default: 192 1024); none to leave this out",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
+    """Measure; `note` is told what is going on."""
+    settings = Settings(**{f.name: getattr(arguments, f.name) for f in fields(Settings)})
+    settings.check()
+    with tempfile.TemporaryDirectory(prefix="kv-coder-") as folder:
+        return measure(settings, Path(folder), note)
+
+
+def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures for people."""
+    s, m, r = result["settings"], result["machine"], result
+
+    def speed(suffix: str) -> str:
+        encode, decode = (r[f"{way}_scalars_per_s{suffix}"] / 1e6 for way in ("encode", "decode"))
+        return f"encode {encode:.1f}, decode {decode:.1f} M scalars/s"
+
+    out = [
+        ("laws", f"{s['predictor']}, {s['cache_dtype']} cache, {r['scalars']:,} scalars in chunks of {s['chunk_tokens']}"),
+        ("rANS", speed("")), ("rANS, joint model", speed("_joint")), ("constriction", speed("_constriction")),
+        ("constriction, joint model", speed("_constriction_joint")), ("QuantizedGaussian", speed("_gaussian")),
+        ("size", f"{r['bits_per_scalar']:.4f} bits a scalar; {r['bytes'] / r['bytes_constriction']:.4f} of constriction's"),
+    ]  # fmt: skip
+    for width, cost in r["d_kv"].items():
+        text = f"{cost['ns_per_scalar']:.1f} ns a scalar, encode {cost['encode_ns_per_scalar']:.1f}"
+        out.append((f"joint model, d_kv {width}", text))
+    if r["d_kv_ratio"]:
+        out.append(("widest over narrowest", f"{r['d_kv_ratio']:.2f}x"))
+    out.append(("verified", "every side" if r["verified"] else "NO: decoded bits differ"))
+    out.append(("machine", f"{m['cpu']}, one thread of {m['cores']} cores, load {m['load']}"))
+    return out
+
+
+# ---------------------------------------------------------------- the measurement
+@torch.no_grad()
+def measure(settings: Settings, folder: Path, note: Note) -> dict[str, Any]:
+    """The figures as documented above. Sets this process' number of torch threads. Raises UserError, DataError."""
+    given, machine = settings.rate(), describe()
+    target, identity, train, test = rate.prepare(given, note)
+    predictor, profile = rate.calibrate(given, target, identity, Store.open(str(folder / "store")), train, note)
+    loop = profile.loop_codec
+    if not isinstance(loop, ClosedLoop):
+        raise UserError("coder measures the closed loop")
+    note("recording guesses and laws")
+    chunks: list[Chunk] = []
+    for ids in test:
+        cache, state = target.new_cache(), predictor.new_state()
+        chunks += [
+            observe(predictor, profile, loop, state, x, target.prefill(cache, x))
+            for x in ids.split(settings.chunk_tokens)
+        ]
+    coders = {name: Coder(backend, profile.coder.table, profile.format) for name, backend in CODERS.items()}
+    sizes, sides, verified = make_sides(chunks, loop, coders, profile.format)
+    seconds = take_turns(sides, settings.repeats, note)
+    costs = sweep(Sweep(settings.d_kv, settings.chunk_tokens, settings.repeats), note)
+    return figures(sum(c.scalars for c in chunks), seconds, sizes, costs) | {
+        "verified": verified,
+        "settings": rate.shown(given, target) | {"repeats": settings.repeats, "d_kv": list(settings.d_kv)},
+        "machine": machine,
+    }
+
+
+def observe(
+    predictor: codec.Predictor,
+    profile: codec.Profile,
+    loop: ClosedLoop,
+    state: codec.PredictorState,
+    ids: Tensor,
+    truth: Layers,
+) -> Chunk:
+    """What encoding this chunk computes before anything becomes bits; takes its tokens into `state`."""
+    run, carry, layers = predictor.run([state], [ids]), None, predictor.config.layers
+    chunk = Chunk(truth, [], [], [])
+    factors = None if profile.scales is None else profile.scales.values.astype(np.float64)
+    for layer in range(layers):
+        guess, turn = run.guess(layer)[0], run.turns()[0]
+        geometry = Geometry(guess, turn, profile.facts.rope_dim, None if factors is None else factors[layer])
+        laws, following = loop.known(layer, truth[layer], guess, turn, carry)
+        patterns = [geometry.channels(profile.format.patterns(t)) for t in truth[layer]]
+        order = (geometry.k_order, np.arange(len(geometry.v)))
+        parts = [[np.ascontiguousarray(x[s][order[s]]) for x in (patterns, laws.mean, laws.sigma)] for s in (0, 1)]
+        chunk.guesses.append(guess)
+        chunk.turns.append(turn)
+        chunk.laws.append([(s, *parts[s]) for s in (1, 0)])
+        carry = following.carry
+        if layer < layers - 1:
+            follow(run, layer, [following])
+    run.commit()
+    return chunk
+
+
+def make_sides(
+    chunks: Sequence[Chunk], loop: ClosedLoop, coders: dict[str, Coder], fmt: NumberFormat
+) -> tuple[dict[str, int], dict[str, Callable[[], object]], bool]:
+    """(bytes of each coder's streams, what to time by name of the figure's suffix, whether all came back as it was)."""
+    sides: dict[str, Callable[[], object]] = {}
+    sizes, good = dict[str, int](), True
+    for name, coder in coders.items():
+        suffix = "" if name == "rans" else "_" + name
+        streams = put(coder, chunks)
+        sizes["bytes" + suffix] = sum(len(s) for some in streams for s in some)
+        good &= put_joint(loop, coder, chunks) == streams
+        for chunk, found, values in zip(
+            chunks, read(coder, chunks, streams), read_joint(loop, coder, chunks, streams), strict=True
+        ):
+            known = [patterns for layer in chunk.laws for _, patterns, _, _ in layer]
+            good &= all(np.array_equal(a, b) for a, b in zip(known, found, strict=True))
+            good &= all(
+                np.array_equal(fmt.patterns(a), fmt.patterns(b))
+                for x, y in zip(chunk.truth, values, strict=True) for a, b in zip(x, y, strict=True)
+            )  # fmt: skip
+        sides |= {
+            f"encode{suffix}": lambda c=coder: put(c, chunks),
+            f"decode{suffix}": lambda c=coder, s=streams: read(c, chunks, s),
+            f"encode{suffix}_joint": lambda c=coder: put_joint(loop, c, chunks),
+            f"decode{suffix}_joint": lambda c=coder, s=streams: read_joint(loop, c, chunks, s),
+        }
+    encode, decode = gaussian_sides(chunks, fmt)
+    return sizes, sides | {"encode_gaussian": encode, "decode_gaussian": decode}, good
+
+
+def put(coder: Coder, chunks: Sequence[Chunk]) -> list[list[bytes]]:
+    """Streams of each chunk, from known laws."""
+    out = []
+    for chunk in chunks:
+        writer = coder.writer(chunk.scalars)
+        for layer in chunk.laws:
+            for part in layer:
+                writer.channels(*part)
+        out.append(writer.finish().streams)
+    return out
+
+
+def read(coder: Coder, chunks: Sequence[Chunk], streams: Sequence[list[bytes]]) -> list[list[Ints]]:
+    """Patterns of each chunk in the order in which they were coded, from known laws."""
+    out = []
+    for chunk, some in zip(chunks, streams, strict=True):
+        reader, found = coder.reader(some, chunk.scalars), list[Ints]()
+        for layer in chunk.laws:
+            reader.layer()
+            for side, _, mean, sigma in layer:
+                source = reader.source
+                if source is not None:
+                    found.append(scalars.read_scaled(source.coder, mean, sigma, source.tables))
+                else:
+                    found.append(np.stack([reader.channel(side, m, s) for m, s in zip(mean, sigma, strict=True)]))
+        reader.finish()
+        out.append(found)
+    return out
+
+
+def put_joint(loop: ClosedLoop, coder: Coder, chunks: Sequence[Chunk]) -> list[list[bytes]]:
+    """Streams of each chunk, from its guesses."""
+    out = []
+    for chunk in chunks:
+        writer, carry = coder.writer(chunk.scalars), None
+        for layer, (truth, guess, turn) in enumerate(zip(chunk.truth, chunk.guesses, chunk.turns, strict=True)):
+            carry = loop.encode(layer, truth, guess, turn, False, writer, carry).next.carry
+        out.append(writer.finish().streams)
+    return out
+
+
+def read_joint(loop: ClosedLoop, coder: Coder, chunks: Sequence[Chunk], streams: Sequence[list[bytes]]) -> list[Layers]:
+    """Caches of each chunk, from its guesses."""
+    out = []
+    for chunk, some in zip(chunks, streams, strict=True):
+        reader, carry, layers = coder.reader(some, chunk.scalars), None, Layers()
+        for layer, (guess, turn) in enumerate(zip(chunk.guesses, chunk.turns, strict=True)):
+            reader.layer()
+            decoded = loop.decode(layer, reader, guess, turn, carry)
+            layers.append(decoded.values)
+            carry = decoded.next.carry
+        reader.finish()
+        out.append(layers)
+    return out
+
+
+def gaussian_sides(chunks: Sequence[Chunk], fmt: NumberFormat) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Encoding and decoding of residuals as whole steps of about sigma / 6 by constriction's own model."""
+    model = constriction.stream.model.QuantizedGaussian(-127, 127)
+    laws = [part for chunk in chunks for layer in chunk.laws for part in layer]
+    spread = np.concatenate([sigma.reshape(-1) for *_, sigma in laws])
+    off = np.concatenate([(fmt.values(p) - mean).reshape(-1) for _, p, mean, _ in laws])
+    step = np.exp2(np.floor(np.log2(spread)) - 2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        steps = np.nan_to_num(np.clip(off / step, -127, 127)).round().astype(np.int32)
+    mean, sigma = np.zeros(len(steps)), spread / step
+
+    def encode() -> Any:
+        coder = constriction.stream.stack.AnsCoder()
+        coder.encode_reverse(steps, model, mean, sigma)
+        return coder.get_compressed()
+
+    words = encode()
+    assert np.array_equal(constriction.stream.stack.AnsCoder(words).decode(model, mean, sigma), steps)
+    return encode, lambda: constriction.stream.stack.AnsCoder(words).decode(model, mean, sigma)
+
+
+def figures(
+    count: int, seconds: dict[str, list[float]], sizes: dict[str, int], costs: dict[int, dict[str, float]]
+) -> dict[str, Any]:
+    """Medians of each side's repeats, and sizes, of `count` scalars."""
+    speeds = {}
+    for name, times in seconds.items():
+        way, _, suffix = name.partition("_")
+        speeds[f"{way}_scalars_per_s" + (f"_{suffix}" if suffix else "")] = count / statistics.median(times)
+    widths = list(costs)
+    return speeds | sizes | {
+        "scalars": count,
+        "bits_per_scalar": 8 * sizes["bytes"] / count,
+        "spread": {name: max(times) / min(times) for name, times in seconds.items()},
+        "d_kv": {str(width): cost for width, cost in costs.items()},
+        "d_kv_ratio": costs[widths[-1]]["ns_per_scalar"] / costs[widths[0]]["ns_per_scalar"] if widths else None,
+    }  # fmt: skip

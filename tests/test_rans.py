@@ -1,0 +1,309 @@
+"""The rANS coder: compiled loops, plain integers and tensor operations give the same bytes and read each other; size; damage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import constriction
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from codec import rans, rans_plain, rans_torch, scalars
+from codec.cells import Ints
+from codec.errors import CorruptBlob
+from codec.formats import BF16, FORMATS, FP8_E4M3, NumberFormat
+from codec.rans import LOW, PRECISION, Symbols, lane_count
+from codec.residual import ChannelScales, gaussian_table, grid_limit, place_values, scale_integers
+from tests import codec_samples as samples
+
+ANY = list(FORMATS.values())
+TABLE = gaussian_table()
+TABLES = {f.name: scalars.tables_of(TABLE, f) for f in ANY}
+ONE = 1 << PRECISION
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of scalars and their laws, [n, T] each."""
+
+    fmt: NumberFormat
+    patterns: Ints
+    mean: Any
+    grid: Ints
+    reciprocal: Ints
+
+    def put(self, lanes: int) -> tuple[Symbols, int]:
+        law = self.mean, self.grid, self.reciprocal
+        return scalars.put_gridded(self.patterns, *law, TABLES[self.fmt.name], lanes)
+
+    def placed(self, row: int) -> list[Tensor]:
+        """The row's placement [1, T], as tensors."""
+        scales = ChannelScales(self.grid[row], self.reciprocal[row])
+        where = place_values(self.mean[row], scales, self.fmt)
+        return [torch.from_numpy(x.copy())[None] for x in (where.mean, where.start, where.grid, where.reciprocal)]
+
+
+def any_rows(rng: np.random.Generator, fmt: NumberFormat, rows: int, count: int) -> Rows:
+    """Any laws within a profile's bounds; patterns near them, anywhere, and hostile ones (NaNs, infinities, -0, denormals)."""
+    shape = (rows, count)
+    sigma = 2.0 ** rng.uniform(-25, 12, shape)
+    grid, reciprocal = scale_integers(sigma, fmt)
+    wild = rng.random(shape) < 0.2
+    grid = np.where(wild, rng.integers(fmt.emin, grid_limit(fmt) + 1, shape), grid)
+    reciprocal = np.where(wild, rng.integers(1, (1 << 20) + 1, shape), reciprocal)
+    mean = rng.standard_normal(shape) * 2.0 ** rng.uniform(-30, 12, shape)
+    mean = np.where(rng.random(shape) < 0.3, sigma * rng.integers(-9, 10, shape) / 8, mean)  # cell edges, cell 0
+    mean = np.where(rng.random(shape) < 0.05, rng.choice([0.0, -0.0, 3e38, -3e38, 1e300, 1e-300], shape), mean)
+    near = torch.from_numpy(np.clip(mean + sigma * rng.standard_normal(shape), -fmt.max_finite, fmt.max_finite))
+    patterns = fmt.patterns(samples.cast(near, fmt))
+    hostile = samples.hostile_patterns(fmt)
+    patterns = np.where(rng.random(shape) < 0.2, rng.integers(0, 1 << fmt.item_bits, shape), patterns)
+    patterns = np.where(rng.random(shape) < 0.2, hostile[rng.integers(0, len(hostile), shape)], patterns)
+    return Rows(fmt, patterns, mean, grid, reciprocal)
+
+
+def read_torch(streams: list[bytes], rows: list[Rows], lanes: int, device: str = "cpu") -> Tensor:
+    """Patterns [B, n, T] of streams whose rows are of the longest one's shape once they are filled up."""
+    longest = max(r.patterns.shape[1] for r in rows)
+    counts = torch.tensor([r.patterns.shape[1] for r in rows], device=device)
+    coder = rans_torch.Decoder(streams, lanes, TABLES[rows[0].fmt.name], device)
+    out = []
+    for row in range(len(rows[0].patterns)):
+        parts = [r.placed(row) for r in rows]
+        filled = [
+            torch.cat([torch.nn.functional.pad(p[k], (0, longest - p[k].shape[1]), mode="replicate") for p in parts])
+            for k in range(4)
+        ]
+        out.append(coder.row(*(x.to(device) for x in filled), counts))
+    coder.finish()
+    return torch.stack(out, 1).cpu()
+
+
+# ---------------------------------------------------------------- three paths
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(ANY), st.integers(0, 2**32 - 1), st.integers(1, 32), st.integers(1, 2), st.integers(1, 50), st.integers(1, 3),
+)  # fmt: skip
+def test_paths_give_the_same_bytes_and_read_each_other(
+    device: str, fmt: NumberFormat, seed: int, lanes: int, rows: int, count: int, batch: int
+) -> None:
+    rng, tables = np.random.default_rng(seed), TABLES[fmt.name]
+    some = [any_rows(rng, fmt, rows, max(1, count - 5 * b)) for b in range(batch)]
+    coded = []
+    for r in some:
+        law = r.mean, r.grid, r.reciprocal
+        symbols, escapes = r.put(lanes)
+        plain, plain_escapes = rans_plain.put(r.patterns, *law, tables, lanes)
+        assert escapes == plain_escapes
+        for name in ("start", "freq", "lane"):
+            assert np.array_equal(getattr(symbols, name), getattr(plain, name)), name
+        parts = [symbols, symbols]
+        encoder = rans.Encoder(lanes)
+        for part in parts:
+            encoder.add(part)
+        coded.append(encoder.finish())
+        assert coded[-1] == rans_plain.encode(parts, lanes)
+        assert sum(coded[-1][1]) == len(coded[-1][0])
+    streams = [stream for stream, _ in coded]
+    assert rans_torch.encode([[r.put(lanes)[0]] * 2 for r in some], lanes, device) == coded
+    for r, stream in zip(some, streams, strict=True):
+        law = r.mean, r.grid, r.reciprocal
+        compiled, plainly = rans.Decoder(stream, lanes), rans_plain.Decoder(stream, lanes)
+        for _ in range(2):
+            assert np.array_equal(scalars.read_gridded(compiled, *law, tables), r.patterns)
+            for row in range(rows):
+                found = plainly.row(r.mean[row], r.grid[row], r.reciprocal[row], tables)
+                assert np.array_equal(found, r.patterns[row])
+        compiled.finish()
+        plainly.finish()
+    twice = [Rows(fmt, *(np.concatenate([x, x]) for x in (r.patterns, r.mean, r.grid, r.reciprocal))) for r in some]
+    read = read_torch(streams, twice, lanes, device)
+    for b, r in enumerate(twice):
+        assert np.array_equal(read[b, :, : r.patterns.shape[1]].numpy(), r.patterns)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 32), st.lists(st.integers(0, 60), max_size=4))
+def test_any_symbols_code_to_the_same_bytes(seed: int, lanes: int, lengths: list[int]) -> None:
+    """Also those that no scalar has: of one slot, of all slots, parts without symbols, lanes without any."""
+    rng = np.random.default_rng(seed)
+
+    def part(count: int) -> Symbols:
+        freq = np.clip(rng.integers(1, 1 << rng.integers(1, PRECISION + 2, count)), 1, ONE)
+        start = rng.integers(0, ONE - freq + 1)
+        lane = rng.integers(0, max(1, lanes - 1), count)
+        return Symbols(start.astype(np.uint32), freq.astype(np.uint32), lane.astype(np.uint8))
+
+    parts = [part(count) for count in lengths]
+    encoder = rans.Encoder(lanes)
+    for some in parts:
+        encoder.add(some)
+    wanted = encoder.finish()
+    assert rans_plain.encode(parts, lanes) == wanted
+    assert rans_torch.encode([parts, [], parts[1:]], lanes)[0] == wanted
+    assert rans_torch.encode([parts, [], parts[1:]], lanes)[2] == rans_plain.encode(parts[1:], lanes)
+    stream, states = wanted[0], rans.Decoder(wanted[0], lanes).states.copy()
+    words, at = np.frombuffer(stream, "<u4", offset=8 * lanes), 0
+    for some in parts:  # decoding by the formula, from known symbols
+        for start, freq, lane in zip(some.start.tolist(), some.freq.tolist(), some.lane.tolist(), strict=True):
+            slot = int(states[lane]) % ONE
+            assert start <= slot < start + freq
+            x = int(rans.taken(states[lane], start, freq))
+            if x < LOW:
+                x, at = x << 32 | int(words[at]), at + 1
+            states[lane] = x
+    assert at == len(words) and (states == LOW).all()
+
+
+def test_every_pattern_of_every_format_under_some_laws() -> None:
+    for fmt in ANY:
+        patterns = np.resize(samples.all_patterns(fmt), (8, 1 << 13))
+        for mean, sigma in ((0.0, 0.03), (0.5, 1.0), (-3.0, 2.0**-12)):
+            grid, reciprocal = (np.full(patterns.shape, x[0]) for x in scale_integers(np.array([sigma]), fmt))
+            rows = Rows(fmt, patterns, np.full(patterns.shape, mean), grid, reciprocal)
+            symbols, escapes = rows.put(32)
+            encoder = rans.Encoder(32)
+            encoder.add(symbols)
+            stream, _ = encoder.finish()
+            assert escapes >= (patterns & ((1 << (fmt.item_bits - 1)) - 1) >= fmt.first_nonfinite << fmt.raw).sum()
+            coder = rans.Decoder(stream, 32)
+            found = scalars.read_gridded(coder, rows.mean, grid, reciprocal, TABLES[fmt.name])
+            coder.finish()
+            assert np.array_equal(found, patterns)
+
+
+def test_scaled_rows_are_gridded_rows() -> None:
+    rng = np.random.default_rng(4)
+    for fmt in ANY:
+        rows, sigma = any_rows(rng, fmt, 5, 90), 2.0 ** rng.uniform(-25, 65, (5, 90))
+        grid, reciprocal = scale_integers(sigma, fmt)
+        one, _ = scalars.put_scaled(rows.patterns, rows.mean, sigma, TABLES[fmt.name], 4)
+        other, _ = Rows(fmt, rows.patterns, rows.mean, grid, reciprocal).put(4)
+        assert all(np.array_equal(getattr(one, n), getattr(other, n)) for n in ("start", "freq", "lane"))
+
+
+def test_lanes_follow_the_number_of_scalars() -> None:
+    assert [lane_count(n) for n in (0, 1, 2**14, 2**15 - 1, 2**15, 3 * 2**16, 2**19 - 1, 2**19, 2**40)] == [
+        1, 1, 1, 1, 2, 8, 16, 32, 32,
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- damaged streams
+def readers(rows: Rows, lanes: int) -> list[Any]:
+    """For each path, what reads a stream of these rows and says what it found."""
+    law, tables = (rows.mean, rows.grid, rows.reciprocal), TABLES[rows.fmt.name]
+
+    def compiled(stream: bytes) -> Ints:
+        coder = rans.Decoder(stream, lanes)
+        found = scalars.read_gridded(coder, *law, tables)
+        coder.finish()
+        return found
+
+    def plain(stream: bytes) -> Ints:
+        coder = rans_plain.Decoder(stream, lanes)
+        found = np.stack([coder.row(*row, tables) for row in zip(*law, strict=True)])
+        coder.finish()
+        return found
+
+    return [compiled, plain, lambda stream: read_torch([stream], [rows], lanes)[0].numpy()]
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.sampled_from(ANY), st.integers(0, 2**32 - 1), st.integers(1, 32))
+def test_damaged_streams_raise_corrupt_blob(fmt: NumberFormat, seed: int, lanes: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = any_rows(rng, fmt, 2, 24)
+    encoder = rans.Encoder(lanes)
+    encoder.add(rows.put(lanes)[0])
+    stream, _ = encoder.finish()
+    low = (LOW - 1).to_bytes(8, "little")
+    damaged = [
+        b"", stream[:-1], stream[: 8 * lanes - 4], stream[: 8 * lanes], stream[:-4], stream + b"\0", stream + bytes(4),
+        stream + b"\1\0\0\0", low + stream[8:], stream[: 8 * lanes - 1] + b"\x80" + stream[8 * lanes :],
+    ]  # fmt: skip
+    for read in readers(rows, lanes):
+        assert np.array_equal(read(stream), rows.patterns)
+        for bad in damaged:
+            if bad != stream:
+                with pytest.raises(CorruptBlob):
+                    read(bad)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.sampled_from(ANY), st.binary(max_size=300), st.integers(0, 2**32 - 1), st.integers(1, 8), st.booleans())
+def test_garbage_is_refused_or_read_alike(
+    fmt: NumberFormat, garbage: bytes, seed: int, lanes: int, plausible: bool
+) -> None:
+    """States within range and any words: most paths go wrong late, and none may read beyond the stream or its tables."""
+    rng = np.random.default_rng(seed)
+    rows = any_rows(rng, fmt, 2, 40)
+    if plausible:
+        states = rng.integers(LOW, 2**63 - 1, lanes, dtype=np.uint64, endpoint=True)
+        garbage = states.astype("<u8").tobytes() + garbage[: len(garbage) // 4 * 4]
+    told = []
+    for read in readers(rows, lanes):
+        try:
+            found = read(garbage)
+            told.append(found.tolist())
+            assert found.shape == rows.patterns.shape
+        except CorruptBlob:
+            told.append(None)
+    assert told[0] == told[1] == told[2]
+
+
+def test_which_stream_is_broken_is_told() -> None:
+    rng = np.random.default_rng(2)
+    rows, streams = any_rows(rng, BF16, 1, 30), []
+    for _ in range(3):
+        encoder = rans.Encoder(4)
+        encoder.add(rows.put(4)[0])
+        streams.append(encoder.finish()[0])
+    assert read_torch(streams, [rows] * 3, 4).shape == (3, 1, 30)
+    for bad, said in ((streams[1][:-4], "2 of 3 ends before"), (streams[1] + bytes(4), "2 of 3 holds more")):
+        with pytest.raises(CorruptBlob, match=said):
+            read_torch([streams[0], bad, streams[2]], [rows] * 3, 4)
+
+
+# ---------------------------------------------------------------- size
+def constriction_bytes(parts: list[Symbols]) -> int:
+    """What constriction makes of the same frequencies, in one stream. An interval that touches an end is moved by a slot."""
+    coder = constriction.stream.stack.AnsCoder()
+    model = constriction.stream.model.Categorical(perfect=False)
+    for part in reversed(parts):
+        freq = part.freq.astype(np.int64)
+        assert freq.max() <= ONE - 2
+        start = np.clip(part.start.astype(np.int64), 1, ONE - 1 - freq)
+        rows = np.stack([start, freq, ONE - start - freq], 1) - 1  # constriction adds 1 each
+        coder.encode_reverse(np.ones(len(rows), np.int32), model, rows.astype(np.float32))
+    return 4 * len(coder.get_compressed())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "sigma", "least", "most"), [(BF16, 0.0055, 2.9, 3.1), (FP8_E4M3, 0.0115, 0.85, 0.95)], ids=["3", "0.9"]
+)
+def test_size_is_constrictions(fmt: NumberFormat, sigma: float, least: float, most: float) -> None:
+    """A full chunk: 256 tokens, 30 layers of 384 channels, states carried on."""
+    rng, layers, shape = np.random.default_rng(7), 30, (384, 256)
+    lanes = lane_count(layers * shape[0] * shape[1])
+    encoder, sigmas = rans.Encoder(lanes), np.full(shape, sigma)
+    truths = []
+    for _ in range(layers):
+        mean = rng.standard_normal(shape)
+        truth = samples.cast(torch.from_numpy(mean + sigma * rng.standard_normal(shape)), fmt)
+        truths.append((mean, fmt.patterns(truth)))
+        encoder.add(scalars.put_scaled(truths[-1][1], mean, sigmas, TABLES[fmt.name], lanes)[0])
+    stream, _ = encoder.finish()
+    bits = 8 * len(stream) / (layers * shape[0] * shape[1])
+    assert least < bits < most
+    assert len(stream) <= 1.001 * constriction_bytes(encoder.parts)
+    coder = rans.Decoder(stream, lanes)
+    for mean, patterns in truths:
+        assert np.array_equal(scalars.read_scaled(coder, mean, sigmas, TABLES[fmt.name]), patterns)
+    coder.finish()
