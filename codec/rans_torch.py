@@ -95,10 +95,10 @@ class Decoder:
     ) -> None:
         """Of one stream at least. Raises CorruptBlob for what cannot be a stream of so many lanes."""
         parts = [Stream(stream, lanes) for stream in streams]
-        sizes = np.array([len(part.words) for part in parts], np.int64)
+        sizes = np.array([len(part.words) - 1 for part in parts], np.int64)  # without the zero at the end
         self._states = torch.from_numpy(np.stack([part.states.astype(np.int64) for part in parts])).to(device)
         # one zero word more: what is read past the end of any stream
-        words = np.concatenate([*(part.words for part in parts), np.zeros(1, np.uint32)]).astype(np.int64)
+        words = np.concatenate([*(part.words[:-1] for part in parts), np.zeros(1, np.uint32)]).astype(np.int64)
         self._words = torch.from_numpy(words).to(device)
         self._end = torch.from_numpy(np.cumsum(sizes)).to(device)  # exact: counts
         self._at = self._end - torch.from_numpy(sizes).to(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from pipeline.prompts import part_bytes, part_name
 from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import Target, load_target, resolve_model, run_format
+from pipeline.tenancy import tenant_name
 from pipeline.work import Device, Group, Job, PromptRef
 
 DEVICE = Device("cpu", False, 1)
@@ -67,7 +67,7 @@ class Kept:
         self.profile = self._calibrate(loop, train, source.fingerprint(cache))
         self.store.put_new(predictor_path(self.predictor.fingerprint), self.predictor.to_bytes())
         self.store.put_new(profile_path(self.profile.id), self.profile.to_bytes())
-        tenant = hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else ""
+        tenant = tenant_name(salt)
         self.job = Job(
             self.store, source, self.profile.target, cache, chunk, kind, loop, tenant, self.predictor.fingerprint,
             self.profile.id, scale_mode="" if scales is None else mode, scales=b"" if scales is None else scales.to_bytes(),
@@ -95,12 +95,15 @@ class Kept:
     def put(self, prompts: Mapping[str, Sequence[int]]) -> None:
         """Store and commit these prompts, as one group of a job."""
         rows: list[dict[str, Any]] = [
-            {"id": name, "payload": "{}", "token_ids": list(ids), "n_tokens": len(ids)} for name, ids in prompts.items()
+            {"id": name, "payload": "{}", "token_ids": list(ids), "n_tokens": len(ids), "tenant": self.job.tenant}
+            for name, ids in prompts.items()
         ]
         path = prompts_path(self.job.target, part_name(rows))
         self.store.put_new(path, part_bytes(rows))
         refs = tuple(
-            PromptRef(row["id"], path, number, row["n_tokens"], tuple(self.keys(row["token_ids"])))
+            PromptRef(
+                row["id"], path, number, row["n_tokens"], tuple(self.keys(row["token_ids"])), self.job.tenant, self.root
+            )
             for number, row in enumerate(rows)
         )
         group = Group(refs, frozenset(key for ref in refs for key in ref.keys), {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from codec.keys import chunk_keys, root_key
 from pipeline import index
 from pipeline.paths import parse_index_path, predictor_path, profile_path, target_index_prefix
 from pipeline.store import Store
+from pipeline.tenancy import tenant_name
 from pipeline.work import load_profile
 
 Ids = NDArray[np.int64]
@@ -116,7 +116,7 @@ class Catalogue:
 
         ids: int64 [T]. Of two of one length the one with fewer bytes comes first.
         """
-        tenant = hashlib.blake2b(salt, digest_size=32).hexdigest() if salt else ""
+        tenant = tenant_name(salt)
         found, notes = [], []
         for generation, rows in list(self._rows.items()):  # refreshed by another thread, perhaps
             if generation.tenant != tenant:
