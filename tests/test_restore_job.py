@@ -96,6 +96,10 @@ def test_what_is_damaged_is_said_and_gives_status_1(case: Case) -> None:
     assert status == 1 and "damaged            2" in text and "checksum" in text and "\x1b" not in text
     assert metadata(case.out / "a.safetensors")["tokens"] == "64"
     assert same(pairs_of(case.out / "b.safetensors"), case.kept.truth(PROMPTS["b"]))
+    twice = {"id": "d", "token_ids": PROMPTS["d"]}
+    case.corpus.write_text("".join(json.dumps(r) + "\n" for r in (twice, twice, twice | {"token_ids": [1, 2]})))
+    with pytest.raises(UserError, match="two different prompts"):
+        case.run(overwrite=True)
     case.write({"unknown": tokens_of(77, 50)})
     status, text = case.run()
     assert status == 1 and "nothing of any of these prompts is stored" in text

@@ -31,7 +31,7 @@ JOB = REPO_ROOT / "jobs" / "serve.py"
 PROMPT = tokens_of(1, 2 * CHUNK + 9)
 BROKEN = tokens_of(2, 2 * CHUNK)
 TOKEN = "only-for-this-test"
-START = 240.0
+START = 400.0
 
 
 @contextmanager

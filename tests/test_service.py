@@ -216,6 +216,25 @@ def test_damage_that_checksums_show_only_shortens_the_prefix(own: Kept, free_por
         assert same(pairs_of(tensors, range(3)), own.truth(PROMPT[:CHUNK]))
 
 
+def test_a_bent_index_part_hides_only_what_is_new(own: Kept, free_port: int) -> None:
+    with Server(own, free_port) as server:
+        own.put({"other": tokens_of(7, CHUNK)})
+        root = Path(own.store.uri.removeprefix("file://")) / "index"
+        newest = max(root.rglob("*.parquet"), key=lambda p: p.stat().st_mtime_ns)
+        whole = newest.read_bytes()
+        newest.write_bytes(whole[:-9])
+        time.sleep(0.02)
+        tensors, _ = server.tensors({"token_ids": PROMPT})
+        assert same(pairs_of(tensors, range(3)), own.truth(PROMPT))
+        with server.asked(path="/healthz", method="GET") as response:
+            assert "index part" in json.load(response)["index"]
+        newest.write_bytes(whole)
+        time.sleep(0.02)
+        server.tensors({"token_ids": tokens_of(7, CHUNK)})
+        with server.asked(path="/healthz", method="GET") as response:
+            assert "index" not in json.load(response)
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Streams wait behind it after their header."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,7 @@ class Catalogue:
         self._parts: set[str] = set()
         self._rows: dict[Generation, _Rows] = {}
         self._scales: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()  # threads may look up while one reads what is new
         self.refresh()
 
     def __len__(self) -> int:
@@ -107,8 +109,10 @@ class Catalogue:
         fresh = [p for p in listed if p.endswith(".parquet") and p not in self._parts]
         for path in fresh:
             _, profile = parse_index_path(path)
-            self._add(profile, index.read_part(self.store, path, target=self.target, profile=profile, columns=_COLUMNS))
-            self._parts.add(path)
+            rows = index.read_part(self.store, path, target=self.target, profile=profile, columns=_COLUMNS)
+            with self._lock:
+                self._add(profile, rows)
+                self._parts.add(path)
         return bool(fresh)
 
     def find(self, ids: Ids, salt: bytes = b"") -> tuple[list[Match], list[str]]:
@@ -117,8 +121,12 @@ class Catalogue:
         ids: int64 [T]. Of two of one length the one with fewer bytes comes first.
         """
         tenant = tenant_name(salt)
+        with self._lock:
+            return self._find(ids, salt, tenant)
+
+    def _find(self, ids: Ids, salt: bytes, tenant: str) -> tuple[list[Match], list[str]]:
         found, notes = [], []
-        for generation, rows in list(self._rows.items()):  # refreshed by another thread, perhaps
+        for generation, rows in self._rows.items():
             if generation.tenant != tenant:
                 continue
             try:

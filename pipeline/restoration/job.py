@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from codec.errors import StorageError, UserError
+from codec.keys import content_id
 from pipeline import ray_runtime
 from pipeline.corpus import BadRecord, Record, list_corpus, parse_record, read_corpus
 from pipeline.model_source import load_tokenizer, resolve_model
@@ -173,16 +174,20 @@ def _requests(
 ) -> Iterator[Request]:
     """A request a record whose file is not there yet."""
     salt = read_salt(options.salt_env)
-    seen: dict[str, str] = {}
+    seen: dict[str, bytes] = {}
     for identity, ids in records:
+        array = token_array(ids)
+        known = seen.get(identity)
+        digest = seen.setdefault(identity, content_id(array.tobytes()))
+        if known is not None:
+            if content_id(array.tobytes()) != digest:
+                raise UserError(f"the id {identity!r} stands for two different prompts; give each an id of its own")
+            continue  # a copy
         totals.asked += 1
         path = out / file_name(identity)
-        if seen.setdefault(identity, digest := str(hash(tuple(ids)))) != digest:
-            raise UserError(f"the id {identity!r} stands for two different prompts; give each prompt an id of its own")
         if path.exists() and not options.overwrite:
             totals.kept += 1
             continue
-        array = token_array(ids)
         matches, found = catalogue.find(array, salt)
         yield Request(identity, array, tuple(matches), str(path), tuple(found))
 

@@ -94,6 +94,7 @@ class Service:
         self.busy = 0  # requests that have a place
         self._fresh = time.monotonic()
         self._refreshing = threading.Lock()
+        self._index_error = ""  # why what was committed of late is not seen
         self._threads = ThreadPoolExecutor(limits.concurrency, "restore")
 
     async def handle(self, request: Request) -> Response:
@@ -114,7 +115,8 @@ class Service:
             raise Refused(405, f"{path} takes {wanted}, not {method}", allow=wanted)
         if path == "/healthz":
             found = self._restorer
-            return JSONResponse({"status": "ok", "target": found.target.hex(), "chunks": len(found.catalogue)})
+            said = {"status": "ok", "target": found.target.hex(), "chunks": len(found.catalogue)}
+            return JSONResponse(said | ({"index": self._index_error} if self._index_error else {}))
         self._authorise(request)
         if path == "/metrics":
             return PlainTextResponse(await self._read_metrics(), media_type="text/plain; version=0.0.4")
@@ -181,8 +183,11 @@ class Service:
         if time.monotonic() - self._fresh > self._limits.refresh_seconds and self._refreshing.acquire(blocking=False):
             try:
                 self._restorer.catalogue.refresh()
-                self._fresh = time.monotonic()
+                self._index_error = ""
+            except KVCodecError as error:  # what is known is as good as before
+                self._index_error = str(error)
             finally:
+                self._fresh = time.monotonic()
                 self._refreshing.release()
 
     async def _pieces(self, restored: Restoration, plan: Layout, begin: float, place: _Place) -> AsyncIterator[bytes]:
