@@ -36,7 +36,7 @@ from codec import entropy, rans, scalars
 from codec.cells import Ints
 from codec.closed_loop import ClosedLoop
 from codec.coders import Coder
-from codec.errors import UserError
+from codec.errors import DataError, UserError
 from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.loop import Pair, follow
@@ -313,7 +313,8 @@ def gaussian_sides(chunks: Sequence[Chunk], fmt: NumberFormat) -> tuple[Callable
         return coder.get_compressed()
 
     words = encode()
-    assert np.array_equal(constriction.stream.stack.AnsCoder(words).decode(model, mean, sigma), steps)
+    if not np.array_equal(constriction.stream.stack.AnsCoder(words).decode(model, mean, sigma), steps):
+        raise DataError("constriction's QuantizedGaussian did not give its integers back; reinstall constriction")
     return encode, lambda: constriction.stream.stack.AnsCoder(words).decode(model, mean, sigma)
 
 

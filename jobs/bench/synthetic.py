@@ -24,7 +24,7 @@ from jobs.bench.turns import Note, take_turns
 HEAD_DIM = 64
 HIDDEN = 4  # dims of the hidden state are this many times d_kv, as of Llama 3 8B
 LAYERS = 32  # of the chunk whose layer this would be: it decides how many lanes there are
-_SIGMA = 0.02
+_SIGMA = 0.006  # about three bits a scalar
 
 
 @dataclass(frozen=True)
