@@ -6,6 +6,6 @@ A module of this package that is a sub-command has three functions, and is named
     run(arguments) -> dict    the figures as plain data for JSON; `verified` is false where something came back wrong
     rows(result) -> list      the same for people: (name, value) pairs
 
-What several of them need is beside them: `prompts` (reading prompts), `machine` (threads, memory, description) and
-`decode_process` (decoding stored chunks in a process of its own).
+What several of them need is beside them: `prompts` (reading prompts), `machine` (threads, memory, description), `turns` (timing sides
+against each other), `child` (a process of its own) and `decode_process` (decoding stored chunks in one).
 """

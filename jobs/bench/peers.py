@@ -1,9 +1,10 @@
 """`peers`: the codec beside others on the same real caches: ratio, and speed on one core.
 
-The target's caches of the evaluation prompts, chunk by chunk as the job stores them, go through each side; repeats take turns and
-figures are medians. What a side gives back is compared bit for bit with what it was given before it is timed; `verified` is false if
-any differs. General compressors get a chunk's bytes, K and V of all layers, at the levels in their names, one thread each. Ours and
-the published method include their predictor's pass over the tokens, which the others do not have, their headers and their checksums.
+The target's caches of the evaluation prompts, chunk by chunk as the job stores them, go through each side. Repeats take turns and figures
+are medians; seconds are of processor time, so that processes beside it count less. What a side gives back is compared bit for bit with
+what it was given before it is timed; `verified` is false if any differs. General compressors get a chunk's bytes, K and V of all layers,
+at the levels in their names, one thread each. Ours and the published method include their predictor's pass over the tokens, which the
+others do not have, their headers and their checksums.
 
 sides      by name: ratio (raw bytes over compressed), encode_gb_per_s and decode_gb_per_s (of raw bytes), bytes,
            spread (the slowest repeat over the fastest, encoding)
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -151,7 +153,7 @@ def compare(sides: dict[str, Any], raw: int, repeats: int, note: Note) -> dict[s
     for name in (name for name, well in good.items() if not well):
         note(f"{name} does not give back what it was given")
     timed = {f"{name}: {way}": getattr(side, way) for name, side in sides.items() for way in ("encode", "decode")}
-    seconds, out = take_turns(timed, repeats, note), {}
+    seconds, out = take_turns(timed, repeats, note, time.process_time), {}
     for name, side in sides.items():
         encode, decode = (seconds[f"{name}: {way}"] for way in ("encode", "decode"))
         out[name] = {

@@ -37,7 +37,6 @@ from jobs.bench.machine import available_cores, describe
 from jobs.bench.prompts import read_prompts
 from jobs.bench.turns import Note
 from pipeline.model_source import load_config, load_tokenizer, resolve_model
-from pipeline.options import check_window
 from pipeline.store import Store
 from pipeline.target import context_length
 
@@ -67,9 +66,8 @@ class Settings:
 
     def check(self) -> None:
         """Raise UserError for the first value that cannot be."""
-        self.rate(0).check()
-        for window in self.windows:
-            check_window(window or None)
+        for window in (0, *self.windows):
+            self.rate(window).check()
         for name in ("lengths", "actors"):
             if any(not 1 <= n <= 2**31 - 1 for n in getattr(self, name)):
                 raise UserError(f"--{name} must be positive numbers")

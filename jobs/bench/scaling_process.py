@@ -22,7 +22,7 @@ from jobs.bench.child import answer
 from jobs.bench.machine import peak_rss_bytes, reset_peak, rss_bytes
 from pipeline import committed, index
 from pipeline.model_source import resolve_model
-from pipeline.paths import blob_path
+from pipeline.paths import blob_path, index_prefix
 from pipeline.store import Store
 from pipeline.target import load_target, run_format
 from pipeline.work import Job, load_predictor, load_profile
@@ -136,17 +136,15 @@ def fill(request: dict[str, Any]) -> Mapping[str, Any]:
     before = rss_bytes()
     reset_peak()
     job = Job(store, resolve_model(request["model"]), target, "bf16", 256, "int8", "closed", "", profile=profile)
-    asked = {
-        _key(number) for number in range(0, 2 * count, max(1, 2 * count // request["asked"]))
-    }  # half of them are there
+    numbers = range(0, 2 * count, max(1, 2 * count // request["asked"]))  # half of them are there
+    asked = {_key(number) for number in numbers}
     known = committed.find_committed(job, asked)
-    planned = time.perf_counter()
+    planned, peak = time.perf_counter(), peak_rss_bytes()
     found = len(known.figures) + len(known.lost)
-    files = [store.size(path) for path in store.list(f"index/{target.hex()}/{profile.hex()}/")]
+    files = [store.size(path) for path in store.list(index_prefix(target, profile))]
     return {
         "rows": count, "parts": len(files), "bytes": sum(files), "write_seconds": written - begin, "asked": len(asked), "found": found,
-        "plan_seconds": planned - written, "plan_peak_bytes": peak_rss_bytes() - before,
-        "right": found == sum(1 for key in asked if key in {_key(n) for n in range(count)}),
+        "plan_seconds": planned - written, "plan_peak_bytes": peak - before, "right": found == sum(n < count for n in numbers),
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from jobs.bench.turns import Note, take_turns
 HEAD_DIM = 64
 HIDDEN = 4  # dims of the hidden state are this many times d_kv, as of Llama 3 8B
 LAYERS = 32  # of the chunk whose layer this would be: it decides how many lanes there are
-_SIGMA = 0.02
+_SIGMA = 0.006  # about three bits a scalar
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,18 @@ class _Made:
 
 
 def sweep(given: Sweep, note: Note) -> dict[int, dict[str, float]]:
-    """By width: nanoseconds a scalar of decoding a layer and of encoding it, medians. Raises DataError if it comes back wrong."""
+    """By width: nanoseconds of processor time a scalar of decoding a layer and of encoding it, medians.
+
+    Raises DataError where it comes back wrong.
+    """
     rng, sides = np.random.default_rng(0), {}
     for width in given.widths:
         made = _Made(width, given.tokens, rng)
         sides |= {f"d_kv {width}, decode": made.decode, f"d_kv {width}, encode": made.encode}
-    seconds = {name: statistics.median(times) for name, times in take_turns(sides, given.repeats, note).items()}
+    seconds = {
+        name: statistics.median(times)
+        for name, times in take_turns(sides, given.repeats, note, time.process_time).items()
+    }
 
     def cost(width: int, way: str) -> float:
         return seconds[f"d_kv {width}, {way}"] * 1e9 / (2 * width * given.tokens)
