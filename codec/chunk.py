@@ -154,7 +154,7 @@ def encode_batch(
 def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeTask]) -> list[DecodedChunk]:
     """Decode chunks of several prompts together, layer by layer."""
     check_pair(predictor, profile)
-    headers = [_check_blob(predictor, profile, t) for t in tasks]
+    headers = [check_blob(predictor, profile, t) for t in tasks]
     readers = [
         profile.coder.reader(blobs.streams(t.blob, h), profile.scalars(h.tokens))
         for t, h in zip(tasks, headers, strict=True)
@@ -172,7 +172,7 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
         ]
         carries = [part.next.carry for part in parts]
         for header, part, layers in zip(headers, parts, out, strict=True):
-            layers.append(_checked(layer, part, header, profile.format))
+            layers.append(checked_layer(layer, part, header, profile.format))
         if layer < predictor.config.layers - 1:
             follow(run, layer, [part.next for part in parts])
     for reader in readers:
@@ -186,7 +186,9 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
 
 
 # ---------------------------------------------------------------- one chunk
-def _checked(layer: int, decoded: DecodedLayer, header: blobs.BlobHeader, fmt: NumberFormat) -> tuple[Tensor, Tensor]:
+def checked_layer(
+    layer: int, decoded: DecodedLayer, header: blobs.BlobHeader, fmt: NumberFormat
+) -> tuple[Tensor, Tensor]:
     """The decoded tensors, if their checksums are those that the blob states."""
     row = header.layers[layer]
     wanted = (("K", row.key_checksum), ("V", row.value_checksum))
@@ -281,7 +283,7 @@ def _check_truth(task: EncodeTask, fmt: NumberFormat, predictor: Predictor, targ
                 )
 
 
-def _check_blob(predictor: Predictor, profile: Profile, task: DecodeTask) -> blobs.BlobHeader:
+def check_blob(predictor: Predictor, profile: Profile, task: DecodeTask) -> blobs.BlobHeader:
     """The blob's header, if it is meant for all that it would be decoded with."""
     header, want = blobs.read_header(task.blob), task.identity
     key = want.prefix_key.hex()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from codec import blob as blobs
-from codec.chunk import ChunkIdentity, DecodeTask, _check_blob, _checked, check_pair
+from codec.chunk import ChunkIdentity, DecodeTask, check_blob, check_pair, checked_layer
 from codec.errors import BlobError, ChunkFailed
 from codec.loop import Next, follow
 from codec.predictor import Predictor, PredictorState
@@ -88,7 +88,7 @@ class _Chunk:
         place.length = task.state.length + begin
         try:
             given = DecodeTask(place, task.token_ids[self._span], task.blobs[chunk], task.identities[chunk])
-            self._header = _check_blob(predictor, profile, given)
+            self._header = check_blob(predictor, profile, given)
             streams = blobs.streams(given.blob, self._header)
             self._reader = profile.coder.reader(streams, profile.scalars(self._header.tokens))
         except BlobError as error:
@@ -101,7 +101,7 @@ class _Chunk:
         try:
             self._reader.layer()
             part = self._profile.loop_codec.decode(layer, self._reader, own_guess, own_turn, self._carry)
-            values = _checked(layer, part, self._header, self._profile.format)
+            values = checked_layer(layer, part, self._header, self._profile.format)
             if layer == len(self._header.layers) - 1:
                 self._reader.finish()
         except BlobError as error:
