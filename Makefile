@@ -39,7 +39,7 @@ demo: $(RUNTIME) $(if $(MODEL),,$(WEIGHTS)) $(filter $(DEMO_CORPUS),$(CORPUS))
 	exec $(PY) jobs/compress_corpus.py --model "$$model" --corpus '$(CORPUS)' --store '$(STORE)' $(JOB_ARGS)
 
 test: $(DEV) $(WEIGHTS)
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(DEV) $(WEIGHTS)
 	$(PYTEST) -m slow $(PYTEST_ARGS)

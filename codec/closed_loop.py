@@ -24,7 +24,7 @@ from codec.ideal import ideal_bits
 from codec.joint_model import REACH, JointLayer, Means, PairLaw, Ready
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
 from codec.scalars import Source
-from codec.token_scale import BLOCK, TokenScale, innovations
+from codec.token_scale import BLOCK, CompiledTokenScale, TokenScale, innovations
 from codec.walk import Walker
 
 CORRECTION_MAX = 2.0**20  # in units of the state's RMS, which is below 2**100: the sum stays finite
@@ -134,7 +134,7 @@ class ClosedLoop:
         """(patterns of K and V, laws) of a known truth, or one read from a source: the same numbers as `_one_by_one`."""
         ready = self._layers[layer]
         base = ready.base(self._carried(ready, geometry, carry))
-        scale = None if ready.scale is None else TokenScale(ready.scale, geometry.tokens, _level(carry))
+        scale = None if ready.scale is None else CompiledTokenScale(ready.scale, geometry.tokens, _level(carry))
         known = None if patterns is None else np.concatenate(patterns)
         found = self._walker.walk(ready, geometry, base, scale, known, source)
         n = len(geometry.k)

@@ -9,12 +9,14 @@ squares of innovations rounded to 1/16 sigma, logarithms and powers by table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from codec.cells import Ints
 from codec.geometry import Floats
+from codec.kernels import compiled, inlined
 
 BLOCK = 32
 TERMS = 4  # a constant, the layer before, this layer so far, its last block
@@ -32,7 +34,7 @@ _POWERS = np.array([
     1.681792830507429, 1.718619298122478, 1.7562521603732995, 1.7947090750031072, 1.8340080864093424, 1.8741676341103,
     1.9152065613971474, 1.9571441241754002,
 ])  # fmt: skip
-_EDGES = _POWERS[::2] * 0.5
+_EDGES = np.ascontiguousarray(_POWERS[::2] * 0.5)
 
 
 def levels(squares: Ints, count: int) -> Ints:
@@ -94,6 +96,61 @@ class TokenScale:
     def level(self) -> Ints:
         """Of the whole layer, for the next one: [T]."""
         return levels(self._total, self._count)
+
+
+@inlined
+def _level(energy: int, count: int, edges: Floats) -> Any:
+    """`levels` of one sum."""
+    return min(max(_sixteenths(energy + 1, edges) - _sixteenths(count * FINE * FINE, edges), -_MOST), _MOST)
+
+
+@inlined
+def _sixteenths(n: int, edges: Floats) -> Any:
+    """`_log2` of one integer."""
+    bits = np.float64(n).view(np.int64)
+    mantissa = np.int64((bits & ((np.int64(1) << 52) - 1)) | (np.int64(1022) << 52)).view(np.float64)
+    below, step = np.int64(0), np.int64(8)
+    while step > 0:  # edges are sorted, and the first is no larger than any mantissa
+        if edges[below + step] <= mantissa:
+            below += step
+        step >>= 1
+    return ((bits >> 52) - 1022) * _OCTAVE + below - _OCTAVE
+
+
+@compiled
+def _factors(
+    weights: Ints, before: Ints, total: Ints, last: Ints, count: int, edges: Floats, powers: Floats, out: Floats
+) -> None:
+    for t in range(out.shape[0]):
+        so_far = _level(total[t], count, edges) if count else np.int64(0)
+        x = weights[0] + weights[1] * before[t] + weights[2] * so_far + weights[3] * last[t]
+        x = min(max(x >> 8, -_MOST), _MOST)
+        out[t] = powers[x & 31] * np.int64(((x >> 5) + 1023) << 52).view(np.float64)
+
+
+@compiled
+def _absorb(squares: Ints, total: Ints, last: Ints, edges: Floats) -> None:
+    for t in range(total.shape[0]):
+        energy = np.int64(0)
+        for j in range(squares.shape[0]):
+            energy += squares[j, t]
+        total[t] += energy
+        last[t] = _level(energy, squares.shape[0], edges)
+
+
+class CompiledTokenScale(TokenScale):
+    """The same numbers from compiled loops."""
+
+    def of(self, b: int) -> Floats:
+        """See TokenScale."""
+        out = np.empty(len(self._total))
+        _factors(self._weights[b], self._before, self._total, self._last, self._count, _EDGES, _POWERS, out)
+        return out
+
+    def add(self, squares: Ints) -> None:
+        """See TokenScale."""
+        _absorb(squares, self._total, self._last, _EDGES)
+        self._count += len(squares)
 
 
 def block_sums(squares: Ints) -> Ints:
