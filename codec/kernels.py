@@ -14,16 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from codec.cells import Ints
+from codec.compiled_cache import CACHE_FOLDER
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    options = _OPTIONS
+    """A loop, compiled when it is first called and kept for the next process."""
+    settings: Any = numba.config
+    before, settings.CACHE_DIR = settings.CACHE_DIR, CACHE_FOLDER  # read while the function is decorated
     try:
-        return numba.njit(cache=True, **options)(function)
+        return numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # no folder to keep compiled code in: compile anew in every process
-        return numba.njit(**options)(function)
+        return numba.njit(**_OPTIONS)(function)
+    finally:
+        settings.CACHE_DIR = before
 
 
 def inlined(function: Callable[..., Any]) -> Any:
