@@ -25,7 +25,7 @@ from pipeline.committed import read_checksums
 from pipeline.encode import ChainEncoder, Stored
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
-from pipeline.quota import ROW_BYTES, Quota
+from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
 
@@ -86,7 +86,8 @@ class EncodeActor:
 
     def _charge(self, path: str, chunk: codec.EncodedChunk) -> None:
         """Ask whether a blob and its index row may still be written."""
-        self._quota.charge(self._job.store, path, len(chunk.blob) + len(chunk.layer_checksums) + ROW_BYTES)
+        size = len(chunk.blob) + len(chunk.layer_checksums) + ROW_BYTES
+        self._quota.charge(self._job.store, path, size if self._done else size + PART_BYTES)
 
     def _report(self, chunk: Stored) -> None:
         # A chunk that is met again, because the actor came back to it, was written the first time.

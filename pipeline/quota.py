@@ -11,6 +11,7 @@ from pipeline.options import parse_bytes
 from pipeline.store import Store, StoreFull
 
 ROW_BYTES = 2048  # set aside for a chunk's index row besides its checksums
+PART_BYTES = 16384  # and for the index part that the rows of a group go into: Parquet describes every column
 
 
 def store_bytes(store: Store) -> int:

@@ -101,7 +101,7 @@ def test_a_job_stops_at_its_limit(tiny_model: Path, tmp_path: Path) -> None:
     options = options_of(tiny_model, tmp_path)
     make(replace(options, corpus=options_of(tiny_model, tmp_path, RECORDS[2:]).corpus))
     options_of(tiny_model, tmp_path)  # the whole corpus again
-    limit = store_bytes(Store(options.store)) + 20_000
+    limit = store_bytes(Store(options.store)) + 40_000
     with pytest.raises(StorageError, match=r"\.kv was not written: .* would pass --max-store-bytes") as caught:
         work(replace(options, max_store_bytes=str(limit)))
     assert "\n" not in str(caught.value) and store_bytes(Store(options.store)) <= limit
