@@ -2,8 +2,8 @@
 
 Residuals are taken in the coding order (codec.geometry). A channel's *feature* is its residual in whole steps, a power of two
 well below its sigma. Its mean is an integer combination of the features before it (the Cholesky factor of their covariance, as
-regression coefficients), of the features that earlier layers carried here, and a constant; so the encoder gets all means from
-one product and the decoder one after another, and both get the same integers. A pair (a, b) is a 2-D Gaussian; rotated by
+regression coefficients), of the features that earlier layers carried here, and a constant; so sums of whole
+blocks come from one product, in encoder and decoder alike. A pair (a, b) is a 2-D Gaussian; rotated by
 the token's angle it gives the law of the two K channels that are stored: the first, then the second given the first.
 Everything but the integer products is elementwise float64.
 
@@ -91,11 +91,6 @@ class Ready:
             return self.bias
         given: Floats = exact.product(self.given, torch.from_numpy(carried)).numpy() * self.given_unit + self.bias
         return given
-
-    def means(self, features: Floats, base: Floats) -> Floats:
-        """Means of all residuals [N, T], given all features."""
-        found: Floats = exact.product(self.coefficient, torch.from_numpy(features)).numpy() * self.unit + base
-        return found
 
     def features(self, residual: Floats, rows: slice = slice(None)) -> Floats:
         """Residuals in the coding order [n, T] to whole steps."""

@@ -1,6 +1,6 @@
 """Scalars from symbols of the rANS coder, compiled (the way there: codec.scalar_put); codec.rans_plain says the same plainly.
 
-A *row* is scalars of one channel (or of a flat tensor) that lie beside each other, at most a few hundred; scalar i is coded in lane i
+A *row* is scalars of one channel (or of a flat tensor) that lie beside each other; scalar i is coded in lane i
 modulo the lanes. Lanes go through each stage together, so that a vector machine can, too:
 
     cell of the window, or escape | the low bits of a cell of many values, the binade of cell 0, or the whole pattern of an escape
@@ -80,7 +80,7 @@ def new_row(count: int) -> Row:
 
 
 # rows of a Row's place
-_AT, _START, _GRID, _RECIPROCAL, _CELL, _FROM, _TO = range(7)
+AT, START, GRID, RECIPROCAL, CELL, _FROM, _TO = range(7)
 
 
 @inlined
@@ -102,7 +102,7 @@ def scale_row(sigma: Floats, t: Numbers, place: Ints) -> None:
         s = min(max(sigma[i], 2.0**-20), 2.0**60)
         g = min(max(_floor_log2(s) - 2, t.emin), t.grid_limit)
         r = np.rint(power(g + RECIPROCAL_BITS) / s)
-        place[2, i], place[3, i] = g, np.int64(min(max(r, 1.0), float(1 << 20)))
+        place[GRID, i], place[RECIPROCAL, i] = g, np.int64(min(max(r, 1.0), float(1 << 20)))
 
 
 @compiled
@@ -110,14 +110,14 @@ def place_row(mean: Floats, t: Numbers, place: Ints, near: Floats) -> None:
     """residual.place_values of a row whose grid and reciprocal are there."""
     for i in range(mean.shape[0]):
         value = min(max(mean[i], -t.max_finite), t.max_finite)
-        at = np.int64(np.rint(min(max(value * power(FRACTION - place[2, i]), -_MEAN_LIMIT), _MEAN_LIMIT)))
+        at = np.int64(np.rint(min(max(value * power(FRACTION - place[GRID, i]), -_MEAN_LIMIT), _MEAN_LIMIT)))
         step = at >> FRACTION
         m = -1 - step if step < 0 else step
         binade = max(_floor_log2(np.float64(1 if m == 0 else m)) - t.mantissa, 0)
         n = (binade << t.mantissa) + (m >> binade)
         n = -1 - n if step < 0 else n
-        place[0, i], place[1, i] = at, min(max(n - WINDOW // 2, -t.limit), t.limit - WINDOW)
-        near[i] = _GUESS_SCALE / np.float64(place[3, i])
+        place[AT, i], place[START, i] = at, min(max(n - WINDOW // 2, -t.limit), t.limit - WINDOW)
+        near[i] = _GUESS_SCALE / np.float64(place[RECIPROCAL, i])
 
 
 @inlined
@@ -228,18 +228,18 @@ def _read_odd(
 ) -> Any:
     """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0."""
     for lane in range(count):
-        i, n = begin + lane, place[_CELL, lane]
-        if n == place[1, i] + WINDOW:
+        i, n = begin + lane, place[CELL, lane]
+        if n == place[START, i] + WINDOW:
             out[i], k = _read_bits(t.bits, lane, states, words, k)
         elif n == 0 or n == -1:
-            out[i], k = _read_binade(lane, place[2, i], t, fine, states, words, k)
+            out[i], k = _read_binade(lane, place[GRID, i], t, fine, states, words, k)
         else:
             value, k = _read_bits(raw_bits(n, t, fine), lane, states, words, k)
-            out[i] = _pattern(n, value, place[2, i], t, fine)
+            out[i] = _pattern(n, value, place[GRID, i], t, fine)
     for lane in range(count):
-        i, n = begin + lane, place[_CELL, lane]
-        if (n == 0 or n == -1) and n != place[1, i] + WINDOW:
-            ordinal, k = _read_offset(out[i], lane, place[2, i], t, states, words, k)
+        i, n = begin + lane, place[CELL, lane]
+        if (n == 0 or n == -1) and n != place[START, i] + WINDOW:
+            ordinal, k = _read_offset(out[i], lane, place[GRID, i], t, states, words, k)
             out[i] = ordinal | (np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0))
     return k
 
@@ -258,7 +258,7 @@ def _read_cells(
     words: Words,
     k: int,
 ) -> Any:
-    """Stage 1 of one scalar a lane: cells to place[_CELL], start + WINDOW for an escape.
+    """Stage 1 of one scalar a lane: cells to place[CELL], start + WINDOW for an escape.
 
     Returns the next word's place, and whether any scalar escaped or is in cell 0.
     """
@@ -266,23 +266,23 @@ def _read_cells(
     odd, last = False, words.shape[0] - 1
     for lane in range(count):
         i = begin + lane
-        slot, start = np.int64(states[lane] & _SLOTS), place[_START, i]
-        place[_CELL, lane] = min(max(_guess(slot, place[_AT, i], near[i], t, fine), start), start + WINDOW - 1)
+        slot, start = np.int64(states[lane] & _SLOTS), place[START, i]
+        place[CELL, lane] = min(max(_guess(slot, place[AT, i], near[i], t, fine), start), start + WINDOW - 1)
     for lane in range(count):
-        i, n = begin + lane, place[_CELL, lane]
-        start, at, reciprocal = place[_START, i], place[_AT, i], place[_RECIPROCAL, i]
+        i, n = begin + lane, place[CELL, lane]
+        start, at, reciprocal = place[START, i], place[AT, i], place[RECIPROCAL, i]
         place[_FROM, lane] = below(n, start, at, reciprocal, t, edges, fine)
         place[_TO, lane] = below(n + 1, start, at, reciprocal, t, edges, fine)
     for lane in range(count):
         i, x = begin + lane, states[lane]
-        slot, start, n = np.int64(x & _SLOTS), place[_START, i], place[_CELL, lane]
+        slot, start, n = np.int64(x & _SLOTS), place[START, i], place[CELL, lane]
         low, high = place[_FROM, lane], place[_TO, lane]
         if slot < low or slot >= high:
             if slot >= ESCAPE_START:
                 n, low, high = start + WINDOW, np.int64(ESCAPE_START), np.int64(1 << PRECISION)
                 odd = True
             else:
-                at, reciprocal = place[_AT, i], place[_RECIPROCAL, i]
+                at, reciprocal = place[AT, i], place[RECIPROCAL, i]
                 while slot < low:
                     n -= 1
                     high = low
@@ -291,7 +291,7 @@ def _read_cells(
                     n += 1
                     low = high
                     high = below(n + 1, start, at, reciprocal, t, edges, fine)
-            place[_CELL, lane] = n
+            place[CELL, lane] = n
         odd |= n == 0 or n == -1
         states[lane], need = _without(x, low, high - low, words[min(k, last)])
         k += need
@@ -319,7 +319,7 @@ def read_row(
             k = _read_odd(begin, count, place, t, fine, states, words, k, out)
         else:
             for lane in range(count):
-                bits = raw_bits(place[_CELL, lane], t, fine)
+                bits = raw_bits(place[CELL, lane], t, fine)
                 place[_FROM, lane] = 0
                 if bits > 0:
                     x = states[lane]
@@ -329,7 +329,7 @@ def read_row(
                     place[_FROM, lane] = value
             for lane in range(count):
                 i = begin + lane
-                out[i] = _pattern(place[_CELL, lane], place[_FROM, lane], place[_GRID, i], t, fine)
+                out[i] = _pattern(place[CELL, lane], place[_FROM, lane], place[GRID, i], t, fine)
         if t.raw:
             for lane in range(count):
                 low, k = _read_bits(t.raw, lane, states, words, k)

@@ -11,7 +11,7 @@ from codec.cells import BINADES, Ints
 from codec.kernels import compiled, inlined
 from codec.rans import PRECISION
 from codec.residual import WINDOW
-from codec.scalar_kernels import ZERO, Fine, Numbers, below, deep_size, raw_bits
+from codec.scalar_kernels import AT, CELL, GRID, RECIPROCAL, START, ZERO, Fine, Numbers, below, deep_size, raw_bits
 
 Fresh = NDArray[np.uint32]
 Lanes = NDArray[np.uint8]
@@ -115,11 +115,11 @@ def _put_odd(
     count: Ints,
 ) -> None:
     """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0."""
-    cells, k = place[4], count[0]
+    cells, k = place[CELL], count[0]
     for lane in range(many):
         i, n = begin + lane, cells[lane]
-        coded, grid = _split(patterns[i], t)[0], place[2, i]
-        if n == place[1, i] + WINDOW:
+        coded, grid = _split(patterns[i], t)[0], place[GRID, i]
+        if n == place[START, i] + WINDOW:
             count[1] += 1
             k = _put_bits(coded, t.bits, lane, starts, freqs, lanes, k)
         elif n == 0 or n == -1:
@@ -130,8 +130,8 @@ def _put_odd(
             k = _put_bits(coded & ((np.int64(1) << bits) - 1), bits, lane, starts, freqs, lanes, k)
     for lane in range(many):
         i, n = begin + lane, cells[lane]
-        if (n == 0 or n == -1) and n != place[1, i] + WINDOW:
-            k = _put_offset(_split(patterns[i], t)[0], lane, place[2, i], t, starts, freqs, lanes, k)
+        if (n == 0 or n == -1) and n != place[START, i] + WINDOW:
+            k = _put_offset(_split(patterns[i], t)[0], lane, place[GRID, i], t, starts, freqs, lanes, k)
     count[0] = k
 
 
@@ -149,13 +149,13 @@ def put_row(
     count: Ints,
 ) -> None:
     """The symbols of a placed row's scalars, in `width` lanes."""
-    cells = place[4]
+    cells = place[CELL]
     for begin in range(0, patterns.shape[0], width):
         many, odd, k = min(width, patterns.shape[0] - begin), False, count[0]
         for lane in range(many):
             i = begin + lane
-            start, at, reciprocal = place[1, i], place[0, i], place[3, i]
-            n = _cell_of(_split(patterns[i], t)[0], place[2, i], t)
+            start, at, reciprocal = place[START, i], place[AT, i], place[RECIPROCAL, i]
+            n = _cell_of(_split(patterns[i], t)[0], place[GRID, i], t)
             escaped = n < start or n >= start + WINDOW
             n = start + WINDOW if escaped else n
             low = below(n, start, at, reciprocal, t, edges, fine)

@@ -25,9 +25,11 @@ from codec.residual import (
 )
 from codec.scalar_kernels import (
     ESCAPE_FREQ,
+    GRID,
     GUESS_BITS,
     INVERSE,
     LOGS,
+    RECIPROCAL,
     ZERO,
     Fine,
     Floats,
@@ -128,7 +130,7 @@ def _put_gridded(
     starts: Fresh, freqs: Fresh, lanes: Lanes, count: Ints,
 ) -> None:  # fmt: skip
     for i in range(patterns.shape[0]):
-        place[2], place[3] = grid[i], reciprocal[i]
+        place[GRID], place[RECIPROCAL] = grid[i], reciprocal[i]
         place_row(mean[i], t, place, near)
         put_row(patterns[i], place, t, edges, fine, width, starts, freqs, lanes, count)
 
@@ -139,7 +141,7 @@ def _read_gridded(
     words: Words, at: Ints, out: Ints,
 ) -> None:  # fmt: skip
     for i in range(mean.shape[0]):
-        place[2], place[3] = grid[i], reciprocal[i]
+        place[GRID], place[RECIPROCAL] = grid[i], reciprocal[i]
         place_row(mean[i], t, place, near)
         read_row(place, near, t, edges, fine, states, words, at, out[i])
 

@@ -83,15 +83,6 @@ class TokenScale:
         self._count += len(squares)
         self._last = levels(total, len(squares))
 
-    def spread(self, sigma: Floats, squares: Ints) -> Floats:
-        """Sigmas [N, T] times their factors, all squares [N, T] being known."""
-        out = np.empty_like(sigma)
-        for b in range(len(self._weights)):
-            rows = slice(b * BLOCK, (b + 1) * BLOCK)
-            out[rows] = sigma[rows] * self.of(b)
-            self.add(squares[rows])
-        return out
-
     @property
     def level(self) -> Ints:
         """Of the whole layer, for the next one: [T]."""

@@ -40,9 +40,9 @@ from codec.errors import DataError, UserError
 from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.loop import Pair, follow
-from jobs.arguments import add_cache, add_window
 from jobs.bench import rate
 from jobs.bench.machine import describe
+from jobs.bench.one_core import OneCore, add_one_core
 from jobs.bench.synthetic import Sweep, sweep
 from jobs.bench.turns import Note, take_turns
 from pipeline.store import Store
@@ -55,36 +55,17 @@ Layers = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(OneCore):
     """What is measured; the names are those of the command line."""
 
-    model: str
-    calibration: str
-    eval: str
-    predictor: str = rate.Settings.predictor
-    window: int | None = None
-    cache_dtype: str | None = None
-    fp8_scale: str | None = None
-    tokens: int = 512
-    train: int = 4
-    test: int = 1
-    chunk_tokens: int = 256
-    repeats: int = 5
     d_kv: Sequence[int] = (192, 1024)
 
     def check(self) -> None:
         """Raise UserError for the first value that cannot be."""
-        self.rate().check()
-        if not 1 <= self.repeats <= 1000:
-            raise UserError(f"--repeats {self.repeats} must be at least 1 and at most 1000")
+        super().check()
         for width in self.d_kv:
             if not 64 <= width <= 4096 or width % 64:
                 raise UserError(f"--d-kv {width} must be a multiple of 64 from 64 to 4096")
-
-    def rate(self) -> rate.Settings:
-        """What `rate` calls the same; one thread."""
-        given = {f.name: getattr(self, f.name) for f in fields(rate.Settings) if hasattr(self, f.name)}
-        return rate.Settings(**(given | {"loop": "closed", "coder": rans.NAME, "threads": 1}))
 
 
 @dataclass(frozen=True)
@@ -106,17 +87,7 @@ class Chunk:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `coder`."""
     given = Settings("", "", "")
-    rate.add_inputs(parser)
-    add_window(parser)
-    add_cache(parser)
-    for name, text in (
-        ("tokens", "tokens of a prompt; shorter prompts are skipped"), ("train", "prompts to calibrate on"),
-        ("test", "prompts to measure"), ("chunk_tokens", "tokens of a chunk"), ("repeats", "of every side"),
-    ):  # fmt: skip
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(
-            flag, type=int, default=getattr(given, name), metavar="N", help=text + " (default: %(default)s)"
-        )
+    add_one_core(parser, given)
     parser.add_argument(
         "--d-kv", type=int, nargs="*", default=list(given.d_kv), metavar="N",
         help="widths to compare with made-up joint models (default: 192 1024); none to leave this out",

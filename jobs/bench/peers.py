@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 import codec
-from codec import entropy, rans
-from codec.errors import UserError
+from codec import entropy
 from codec.formats import NumberFormat
-from jobs.arguments import add_cache, add_window
 from jobs.bench import rate
 from jobs.bench.general import Peer, general_peers
 from jobs.bench.machine import describe
+from jobs.bench.one_core import OneCore, add_one_core
 from jobs.bench.turns import Note, take_turns
 from pipeline.store import Store
 
@@ -41,32 +40,13 @@ PUBLISHED = ("fp8", "open", entropy.BACKEND)  # rung, loop and coder of the publ
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(OneCore):
     """What is measured; the names are those of the command line."""
 
-    model: str
-    calibration: str
-    eval: str
-    predictor: str = rate.Settings.predictor
-    window: int | None = None
-    cache_dtype: str | None = None
-    fp8_scale: str | None = None
     tokens: int = 1024
     train: int = 12
     test: int = 2
-    chunk_tokens: int = 256
     repeats: int = 3
-
-    def check(self) -> None:
-        """Raise UserError for the first value that cannot be."""
-        self.rate().check()
-        if not 1 <= self.repeats <= 1000:
-            raise UserError(f"--repeats {self.repeats} must be at least 1 and at most 1000")
-
-    def rate(self) -> rate.Settings:
-        """What `rate` calls the same; one thread."""
-        given = {f.name: getattr(self, f.name) for f in fields(rate.Settings) if hasattr(self, f.name)}
-        return rate.Settings(**(given | {"loop": "closed", "coder": rans.NAME, "threads": 1}))
 
 
 @dataclass(frozen=True)
@@ -81,16 +61,7 @@ class Cache:
 # ---------------------------------------------------------------- command line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `peers`."""
-    given = Settings("", "", "")
-    rate.add_inputs(parser)
-    add_window(parser)
-    add_cache(parser)
-    for name, text in (
-        ("tokens", "tokens of a prompt; shorter prompts are skipped"), ("train", "prompts to calibrate on"),
-        ("test", "prompts to measure"), ("chunk_tokens", "tokens of a chunk"), ("repeats", "of every side"),
-    ):  # fmt: skip
-        flag, value = "--" + name.replace("_", "-"), getattr(given, name)
-        parser.add_argument(flag, type=int, default=value, metavar="N", help=text + " (default: %(default)s)")
+    add_one_core(parser, Settings("", "", ""))
 
 
 def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
