@@ -2,77 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import LOOPBACK, REPO_ROOT
+from tests.conftest import REPO_ROOT
+from tests.ray_head import RAY, ray_head
 from tests.s3_server import BUCKET, s3_server
 
 pytestmark = pytest.mark.slow
 
-RAY = Path(sys.executable).with_name("ray")
 TEXT = "You are an agent that reads source code, calls tools and answers questions about what it has found. "
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind((LOOPBACK, 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Ray head of our own on free ports; yields the dashboard's address. Ended by the id of its process group."""
-    folder = tmp_path_factory.mktemp("head")
-    names = ("--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port")
-    ports = free_ports(len(names))
-    command = [str(RAY), "start", "--head", "--block", "--num-cpus=4", "--object-store-memory=200000000"]
-    command += [f"--node-ip-address={LOOPBACK}", f"--dashboard-host={LOOPBACK}", "--disable-usage-stats"]
-    command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
-    # Unix sockets have short names: pytest's folders would make them too long.
-    temporary = Path("/tmp") / f"kv-{os.getpid()}"
-    command.append(f"--temp-dir={temporary}")
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
-    address = f"http://{LOOPBACK}:{ports[1]}"
-    try:
-        wait_for(f"{address}/api/version", process, folder / "log")
-        yield address
-    finally:
-        # Its process group is all that it started; asked politely, it would first drain the node for half a minute.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            pytest.fail(f"the head ended with {process.returncode}: {log.read_text()}")
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"no answer from the head: {log.read_text()}")
+    """The address of a head's dashboard, where jobs are submitted."""
+    with ray_head(tmp_path_factory.mktemp("head")) as running:
+        yield running.dashboard
 
 
 @pytest.fixture
