@@ -3,7 +3,8 @@
 
     python jobs/verify.py --store URI [--model NAME | --target FINGERPRINT] [--sample F] [--deep] [--repair]
 
-Every object is read and its checksums are computed; with --deep every chunk is decoded too, from the store alone. Exit status: 0
+Every object is read and its checksums are computed; with --deep every chunk is decoded too, from the store alone, on Ray where
+that takes long (the cluster of RAY_ADDRESS, or this machine). Exit status: 0
 if nothing is wrong, 1 if something is (also where a repair has just mended it), 2 for a request that cannot be met.
 """
 
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,6 +22,10 @@ from rich.console import Console
 
 from jobs.arguments import GRACE, add_store, seconds
 from jobs.exits import exit_status
+
+if TYPE_CHECKING:
+    from pipeline.deep import Decoded, Task, Work
+    from pipeline.store import Store
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--target", metavar="FP", help="only this target's fingerprint, or the beginning of it")
     add("--sample", type=float, default=1.0, metavar="F", help="only this share of the chunks (default: 1, all)")
     add("--deep", action="store_true", help="decode the chunks too, from stored bytes alone")
+    add("--local", action="store_true", help="decode in this process, without Ray, however much it is")
+    add("--shared-fs", action="store_true", help="every node of the cluster mounts the local store's file system")
     add("--repair", action="store_true", help="put aside or delete what is wrong, so that the next job makes it again")
     add("--grace", type=seconds, default=GRACE, metavar="TIME", help="younger orphans are left alone (default: 24h)")
     add("--device", default="cpu", metavar="DEVICE", help="where --deep decodes: cpu, cuda (default: cpu)")
@@ -57,11 +65,9 @@ def verify(given: argparse.Namespace) -> int:
     notes, result = Console(stderr=True), Console()
     sample = Verify.parse("all" if given.sample == 1 else f"sample:{given.sample}")
     store = Store.open(given.store, create=False)
-    found = audit(
-        store, grace=given.grace, selects=sample.selects, model=given.model, target=given.target, checksums=given.deep
-    )
+    found = audit(store, grace=given.grace, selects=sample.selects, model=given.model, target=given.target)
     if given.deep:
-        decode_store(found, given.device, progress(notes))
+        decode_store(found, work(given, store), progress(notes))
     for fault in found.faults:
         say(result, f"{fault.kind}: {fault.path}: {fault.cause}")
     rows = [("generations", f"{len(found.generations):,}"), ("index rows", f"{found.rows:,}")]
@@ -73,6 +79,20 @@ def verify(given: argparse.Namespace) -> int:
         done = repair(found, lambda text: say(result, text))
         say(result, f"{done:,} things were done; run the job again, which makes up for what is gone")
     return 1 if found.faults else 0
+
+
+def work(given: argparse.Namespace, store: Store) -> Work:
+    """How chunks are decoded: in this process where that was asked for or is soon done, else on Ray."""
+    from pipeline.deep import here
+    from pipeline.deep_actors import LITTLE_TOKENS, on_ray
+
+    local, ray = here(store, given.device), on_ray(store, given.device, shared_fs=given.shared_fs)
+
+    def choose(todo: list[Task]) -> Iterable[Decoded]:
+        little = sum(task.tokens for task in todo) <= LITTLE_TOKENS
+        return local(todo) if given.local or little else ray(todo)
+
+    return choose
 
 
 def progress(notes: Console) -> Any:

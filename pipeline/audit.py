@@ -16,14 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 import codec
 from codec import blob as blobs
 from codec.checksums import chain, digest
 from codec.errors import BlobError, DataError, StorageError, UnsupportedVersion, UserError
 from codec.scales import CacheScales
-from pipeline.catalogue import Generation, Row, generations, is_root, read_generation, stored_prompts
+from pipeline.catalogue import Row, generations, is_root, stored_prompts
+from pipeline.names import column
 from pipeline.paths import BY_CONFIG, PROFILES, SCALES, blob_path, predictor_path, profile_path
 from pipeline.store import Entry, ObjectMissing, Store
+from pipeline.survey import ID, KEY, Survey, rows_of, survey
 
 MISSING, CORRUPT, ORPHANED, MISMATCHED = KINDS = ("missing", "corrupt", "orphaned", "mismatched")
 
@@ -56,7 +61,7 @@ class Audit:
     grace: float  # seconds; younger orphans may be a running job's
     selects: Callable[[bytes], bool]  # which chunks' blobs are read
     faults: list[Fault] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[Survey] = field(default_factory=list)
     rows: int = 0
     blobs: int = 0
     checked: int = 0  # blobs that were read
@@ -64,7 +69,7 @@ class Audit:
     undecoded: int = 0  # chunks that were to be decoded and follow from one with a fault
     unusable: set[bytes] = field(default_factory=set)  # profiles that are damaged or gone, or whose predictor is
 
-    def add(self, kind: str, path: str, cause: object, remedy: str = NOTHING, gen: Generation | None = None,
+    def add(self, kind: str, path: str, cause: object, remedy: str = NOTHING, gen: Survey | None = None,
             rows: Iterable[bytes] = ()) -> None:  # fmt: skip
         """Note a fault; `cause` may be an error, whose text needs no end and no place."""
         text = str(cause).removeprefix(f"{self.store.uri}/{path}: ").rstrip(".")
@@ -77,24 +82,22 @@ class Audit:
 
 
 def audit(
-    store: Store, *, grace: float, selects: Callable[[bytes], bool], model: str | None = None,
-    target: str | None = None, checksums: bool = False,
-) -> Audit:  # fmt: skip
+    store: Store, *, grace: float, selects: Callable[[bytes], bool], model: str | None = None, target: str | None = None
+) -> Audit:
     """Look at a store, or at the generations of one model's name or of one target's fingerprint (or its beginning).
-
-    checksums: keep what decoding is compared with.
 
     Raises:
         UserError: `target` or `model` name nothing in the store.
         StorageError: the storage failed; an object that alone cannot be read is a fault.
     """
     found = Audit(store, grace, selects)
-    for gen in generations(store, target=target).values():
+    for (owner, profile), listed in generations(store, target=target).items():
         before = len(found.faults)
-        read_generation(
+        gen = survey(
             store,
-            gen,
-            checksums=checksums,
+            owner,
+            profile,
+            listed.blobs,
             broken=lambda path, error: found.add(CORRUPT, path, error, QUARANTINE),
             wrong=lambda path, error: found.add(MISMATCHED, path, error),
         )
@@ -105,11 +108,7 @@ def audit(
     if model is not None and not found.generations:
         raise UserError(f"the store {store.uri} holds nothing of a model named {model!r}")
     for gen in found.generations:
-        found.rows += len(gen.rows)
-        found.blobs += len(gen.blobs)
-        check_rows(found, gen)
-        check_blobs(found, gen)
-        check_prompts(found, gen)
+        check_generation(found, gen)
     everything = model is None and target is None
     named = check_pointers(found) if everything else set()
     for profile in sorted(named | {gen.profile for gen in found.generations}):
@@ -117,43 +116,66 @@ def audit(
     return found
 
 
+def check_generation(found: Audit, gen: Survey) -> None:
+    """All rows and all blobs of a generation, a few thousand rows in memory at a time."""
+    reached = reached_chunks(found, gen)
+    disputed: dict[bytes, list[Row]] = {}
+    with ThreadPoolExecutor(AT_ONCE // 2) as pool:
+        for rows in rows_of(found.store, gen):
+            check_rows(found, gen, rows)
+            check_prompts(found, gen, rows, reached)
+            check_blobs(found, gen, [(row.key, [row]) for row in rows if row.key not in gen.disputed], pool)
+            for row in rows:
+                if row.key in gen.disputed:
+                    disputed.setdefault(row.key, []).append(row)
+        check_blobs(found, gen, list(disputed.items()), pool)
+        check_blobs(found, gen, [(key, []) for key in gen.blobs if not gen.has(key)], pool)
+    found.rows += len(gen.ids)
+    found.blobs += len(gen.blobs)
+
+
 # ---------------------------------------------------------------- rows
-def check_rows(found: Audit, gen: Generation) -> None:
+def check_rows(found: Audit, gen: Survey, rows: list[Row]) -> None:
     """Whether each row follows from the row that it names as its parent."""
-    ids = gen.ids
-    for row in (row for rows in gen.rows.values() for row in rows):
-        if row.parent_key is None or row.parent in ids:
-            if row.parent_key is None and not is_root(row):
+    parents = [row.parent or bytes(ID) for row in rows]
+    there = gen.ids.places(column(parents, ID)) >= 0
+    for row, known in zip(rows, there.tolist(), strict=True):
+        if row.parent_key is None:
+            if not is_root(row):
                 found.add(MISMATCHED, row.part, f"its row of chunk {row.key.hex()} has no parent key and yet a parent's digest",
                           DROP, gen, [row.id])  # fmt: skip
-            continue
-        path = blob_path(gen.target, gen.profile, row.parent_key)
-        if row.parent_key in gen.rows:
-            cause = f"chunk {row.key.hex()} follows from other bits than its index row says"
-            found.add(MISMATCHED, path, cause, DROP, gen, [row.id])
-        elif row.parent_key not in gen.blobs:
-            cause = f"chunk {row.key.hex()} follows from it, and neither its blob nor its index row is there"
-            found.add(MISSING, path, cause, DROP, gen, [row.id])
+        elif not known:
+            path = blob_path(gen.target, gen.profile, row.parent_key)
+            if gen.has(row.parent_key):
+                cause = f"chunk {row.key.hex()} follows from other bits than its index row says"
+                found.add(MISMATCHED, path, cause, DROP, gen, [row.id])
+            elif row.parent_key not in gen.blobs:
+                cause = f"chunk {row.key.hex()} follows from it, and neither its blob nor its index row is there"
+                found.add(MISSING, path, cause, DROP, gen, [row.id])
 
 
 # ---------------------------------------------------------------- blobs
-def check_blobs(found: Audit, gen: Generation) -> None:
-    """Rows without blobs, and every selected blob against its own checksums, its path and its rows."""
-    for key, rows in gen.rows.items():
-        if key not in gen.blobs and found.selects(key):
-            path = blob_path(gen.target, gen.profile, key)
-            several = [row.id for row in rows] if len(rows) > 1 else []  # then none of them says what it has to be
-            found.add(MISSING, path, "an index row says that it is stored", DROP if several else NOTHING, gen, several)
-    selected = [(key, entry) for key, entry in gen.blobs.items() if found.selects(key)]
-    followed = gen.parents()
-    with ThreadPoolExecutor(AT_ONCE // 2) as pool:
-        waiting = iter(selected)
-        while some := list(islice(waiting, AT_ONCE)):
-            found.checked += len(some)
-            for (key, entry), data in zip(
-                some, pool.map(lambda item: _get(found.store, item[1].path), some), strict=True
-            ):
-                _check_blob(found, gen, key, entry, data, key in followed)
+def check_blobs(found: Audit, gen: Survey, chunks: list[tuple[bytes, list[Row]]], pool: ThreadPoolExecutor) -> None:
+    """The blobs of these chunks, as far as they are selected: whether they are there, and fit their rows and themselves."""
+    waiting = (item for item in chunks if found.selects(item[0]) and _is_there(found, gen, *item))
+    while some := list(islice(waiting, AT_ONCE)):
+        found.checked += len(some)
+        entries = [gen.blobs[key] for key, _ in some]
+        read = pool.map(lambda entry: _get(found.store, entry.path), entries)
+        for (key, rows), entry, data in zip(some, entries, read, strict=True):
+            _check_blob(found, gen, key, entry, data, rows)
+
+
+def _is_there(found: Audit, gen: Survey, key: bytes, rows: list[Row]) -> bool:
+    if key in gen.blobs:
+        return True
+    path = blob_path(gen.target, gen.profile, key)
+    if found.store.exists(path):  # a running job has written it since the blobs were listed
+        gen.blobs[key] = Entry(path, 0, time.time())
+        return True
+    several = [row.id for row in rows] if len(rows) > 1 else []  # then none of them says what it has to be
+    found.add(MISSING, path, "an index row says that it is stored", DROP if several else NOTHING, gen, several)
+    return False
 
 
 def _get(store: Store, path: str) -> bytes | StorageError:
@@ -164,9 +186,8 @@ def _get(store: Store, path: str) -> bytes | StorageError:
 
 
 def _check_blob(
-    found: Audit, gen: Generation, key: bytes, entry: Entry, data: bytes | StorageError, followed: bool
+    found: Audit, gen: Survey, key: bytes, entry: Entry, data: bytes | StorageError, rows: list[Row]
 ) -> None:
-    rows = gen.rows.get(key, [])
     if isinstance(data, ObjectMissing):
         if rows:
             found.add(MISSING, entry.path, "an index row says that it is stored, and it was deleted a moment ago")
@@ -187,12 +208,12 @@ def _check_blob(
     if wrong:
         found.add(MISMATCHED, entry.path, wrong, QUARANTINE, gen)
     elif not rows:
-        _orphan(found, gen, entry, followed)
+        _orphan(found, gen, entry, key in gen.parents)
     else:
         _compare(found, gen, entry, len(data), header, rows)
 
 
-def _misplaced(header: codec.BlobHeader, gen: Generation, key: bytes) -> str:
+def _misplaced(header: codec.BlobHeader, gen: Survey, key: bytes) -> str:
     """What of a blob's header does not fit its path; "" if all does."""
     place = (
         ("target", header.target, gen.target),
@@ -205,7 +226,7 @@ def _misplaced(header: codec.BlobHeader, gen: Generation, key: bytes) -> str:
     return ""
 
 
-def _orphan(found: Audit, gen: Generation, entry: Entry, followed: bool) -> None:
+def _orphan(found: Audit, gen: Survey, entry: Entry, followed: bool) -> None:
     if not gen.readable:
         cause, remedy = (
             "no index row says so, and part of the index cannot be read; a run of the job adopts it",
@@ -220,7 +241,7 @@ def _orphan(found: Audit, gen: Generation, entry: Entry, followed: bool) -> None
     found.add(ORPHANED, entry.path, cause, remedy, gen)
 
 
-def _compare(found: Audit, gen: Generation, entry: Entry, size: int, header: codec.BlobHeader, rows: list[Row]) -> None:
+def _compare(found: Audit, gen: Survey, entry: Entry, size: int, header: codec.BlobHeader, rows: list[Row]) -> None:
     held = chain(header.parent_digest, header.layer_checksums)
     fitting = [row for row in rows if row.chain_digest == held]
     if not fitting:
@@ -269,26 +290,28 @@ def check_codec(found: Audit, profile: bytes) -> None:
         found.unusable.add(profile)
 
 
-def check_prompts(found: Audit, gen: Generation) -> None:
-    """Whether the tokens of every chunk are there: chunks are decoded along the prompts that they are made of."""
-    bad: list[str] = []
+def reached_chunks(found: Audit, gen: Survey) -> NDArray[np.bool_]:
+    """For each of the generation's keys, whether a stored prompt leads to it: chunks are decoded along their prompts."""
 
     def broken(path: str, error: DataError) -> None:
-        bad.append(path)
         if not any(fault.path == path for fault in found.faults):
             found.add(CORRUPT, path, error, QUARANTINE)
 
-    reached = {key for prompt in stored_prompts(found.store, gen, broken=broken) for key in prompt.keys}
-    for key, rows in gen.rows.items():
-        if key in reached or not found.selects(key):
-            continue
-        path = blob_path(gen.target, gen.profile, key)
-        if all(row.root_key is None for row in rows):
-            found.add(MISSING, path, "its index row is older than root keys, so that its prompt cannot be found")
-        else:
-            found.add(
-                MISSING, path, "no stored prompt is made of it, so its tokens are gone; run the job on its corpus"
-            )
+    reached = np.zeros(len(gen.keys), dtype=bool)
+    for prompt in stored_prompts(found.store, gen.target, gen.roots, gen.has, broken=broken):
+        places = gen.keys.places(column(list(prompt.keys), KEY))
+        reached[places[places >= 0]] = True
+    return reached
+
+
+def check_prompts(found: Audit, gen: Survey, rows: list[Row], reached: NDArray[np.bool_]) -> None:
+    """Whether the tokens of these chunks are there."""
+    lost = ~reached[gen.keys.places(column([row.key for row in rows], KEY))]
+    for row in (row for row, gone in zip(rows, lost.tolist(), strict=True) if gone and found.selects(row.key)):
+        cause = "no stored prompt is made of it, so its tokens are gone; run the job on its corpus"
+        if row.root_key is None:
+            cause = "its index row is older than root keys, so that its prompt cannot be found"
+        found.add(MISSING, blob_path(gen.target, gen.profile, row.key), cause)
 
 
 def check_pointers(found: Audit) -> set[bytes]:

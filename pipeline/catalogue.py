@@ -1,4 +1,4 @@
-"""What a store holds, generation by generation: index rows, blobs, and prompts that lead to them. Read only.
+"""What a store holds, generation by generation: index rows, blobs, and prompts that lead to them. Read only, and in memory.
 
 A generation is one target under one profile. A row is told from others by 48 bytes, the chunk's key and the digest of its
 chain's bits, and so is the row of the chunk before it: chains of rows can be followed without decoding anything.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-from codec.checksums import chain
 from codec.errors import DataError, UserError
 from codec.keys import ROOT_DIGEST, chunk_keys
 from pipeline import index
@@ -22,10 +22,12 @@ from pipeline.store import Entry, Store
 
 _COLUMNS = [
     "key", "parent_key", "parent_digest", "chain_digest", "first_token", "tokens", "chunk_tokens", "stored_bytes",
-    "predictor", "cache_format", "tenant", "root_key", "model", "layer_checksums",
+    "predictor", "cache_format", "tenant", "root_key", "model",
 ]  # fmt: skip
+BATCH_ROWS = 4096
 
 Broken = Callable[[str, DataError], None]  # is told of what cannot be read, by path
+Roots = dict[str, set[tuple[bytes, int]]]  # by tenant: keys of the empty prefix, and tokens of a full chunk
 
 
 class Row(NamedTuple):
@@ -44,7 +46,6 @@ class Row(NamedTuple):
     tenant: str
     root_key: bytes | None
     model: str
-    layer_checksums: bytes  # empty where they were not asked for
     part: str
 
     @property
@@ -66,17 +67,15 @@ class Generation:
     profile: bytes
     rows: dict[bytes, list[Row]] = field(default_factory=dict)
     blobs: dict[bytes, Entry] = field(default_factory=dict)
-    readable: bool = True  # whether every index part could be read
 
     @property
-    def ids(self) -> set[bytes]:
-        """The ids of all rows."""
-        return {row.id for rows in self.rows.values() for row in rows}
-
-    @property
-    def models(self) -> set[str]:
-        """Names that its target had when it was stored."""
-        return {row.model for rows in self.rows.values() for row in rows}
+    def roots(self) -> Roots:
+        """Where its chains begin."""
+        found: Roots = {}
+        for rows in self.rows.values():
+            for row in rows:
+                add_root(found, row.tenant, row.root_key, row.chunk_tokens)
+        return found
 
     def parents(self) -> set[bytes]:
         """Keys of the chunks that others follow from."""
@@ -123,36 +122,33 @@ def generations(store: Store, *, target: str | None = None) -> dict[tuple[bytes,
     return {gen: value for gen, value in found.items() if gen[0].hex() in names}
 
 
-def read_generation(
-    store: Store, gen: Generation, *, checksums: bool = False, broken: Broken | None = None, wrong: Broken | None = None
-) -> None:
-    """Read the rows of a generation into it; equal rows are kept once.
+def read_generation(store: Store, gen: Generation) -> None:
+    """Read the rows of a generation into it, all of them; equal rows are kept once.
 
-    checksums: keep layer checksums, for decoding; broken: told of parts that cannot be read (without it they are raised);
-    wrong: told of rows whose checksums do not give their chain digest.
+    Raises:
+        DataError: a part cannot be read, or holds other rows than those it is named for.
     """
-
-    def unreadable(path: str, error: DataError) -> None:
-        gen.readable = False
-        if broken is None:
-            raise error
-        broken(path, error)
-
     known: set[bytes] = set()
-    # All columns, so that damage to any of them is noticed.
-    for path, table in index.iter_parts(store, target=gen.target, profile=gen.profile, broken=unreadable):
+    for path, table in index.iter_parts(store, target=gen.target, profile=gen.profile):
         if not index.is_named_for(path, table):
-            unreadable(path, DataError("it holds other rows than those it is named for"))
-            continue
-        for batch in table.select(_COLUMNS).to_batches(max_chunksize=4096):
-            for values in batch.to_pylist():
-                sums = values.pop("layer_checksums")
-                row = Row(**values, layer_checksums=sums if checksums else b"", part=path)
-                if wrong is not None and chain(row.parent_digest, sums) != row.chain_digest:
-                    wrong(path, DataError(f"its row of chunk {row.key.hex()} contradicts itself"))
+            raise DataError(f"{store.uri}/{path} holds other rows than those it is named for")
+        for rows in rows_of_table(path, table):
+            for row in rows:
                 if row.id not in known:
                     known.add(row.id)
                     gen.rows.setdefault(row.key, []).append(row)
+
+
+def rows_of_table(path: str, table: pa.Table) -> Iterator[list[Row]]:
+    """The rows of the part at `path`, some thousands at a time."""
+    for batch in table.select(_COLUMNS).to_batches(max_chunksize=BATCH_ROWS):
+        yield [Row(**values, part=path) for values in batch.to_pylist()]
+
+
+def add_root(roots: Roots, tenant: str, root_key: bytes | None, chunk_tokens: int) -> None:
+    """Note where chains begin; index rows of earlier releases do not say it."""
+    if root_key is not None:
+        roots.setdefault(tenant, set()).add((root_key, chunk_tokens))
 
 
 # ---------------------------------------------------------------- prompts
@@ -161,6 +157,7 @@ class StoredPrompt(NamedTuple):
 
     id: str
     tenant: str
+    root: bytes
     part: str
     row: int
     n_tokens: int
@@ -168,17 +165,15 @@ class StoredPrompt(NamedTuple):
     keys: tuple[bytes, ...]
 
 
-def stored_prompts(store: Store, gen: Generation, *, broken: Broken | None = None) -> Iterator[StoredPrompt]:
-    """Every prompt of the generation's target under the keys it has there; only those that have a chunk with a row.
+def stored_prompts(
+    store: Store, target: bytes, roots: Roots, stored: Callable[[bytes], bool], *, broken: Broken | None = None
+) -> Iterator[StoredPrompt]:
+    """Every prompt of a target under the keys it has in a generation; only those that have a stored chunk.
 
+    roots: where that generation's chains begin; stored: whether a chunk of this key has a row in it;
     broken: told of parts that cannot be read, which are raised without it.
     """
-    roots: dict[str, set[tuple[bytes, int]]] = {}
-    for rows in gen.rows.values():
-        for row in rows:
-            if row.root_key is not None:
-                roots.setdefault(row.tenant, set()).add((row.root_key, row.chunk_tokens))
-    for path in store.list(prompts_prefix(gen.target)):
+    for path in store.list(prompts_prefix(target)):
         try:
             table = load_part(store, path)
         except DataError as error:
@@ -190,8 +185,10 @@ def stored_prompts(store: Store, gen: Generation, *, broken: Broken | None = Non
             ids = np.asarray(prompt["token_ids"], dtype=np.int64)
             for root, step in roots.get(prompt["tenant"], ()):
                 keys = tuple(chunk_keys(root, ids, step))
-                if any(key in gen.rows for key in keys):
-                    yield StoredPrompt(prompt["id"], prompt["tenant"], path, number, prompt["n_tokens"], step, keys)
+                if any(map(stored, keys)):
+                    yield StoredPrompt(
+                        prompt["id"], prompt["tenant"], root, path, number, prompt["n_tokens"], step, keys
+                    )
 
 
 def is_root(row: Row) -> bool:

@@ -80,7 +80,7 @@ def _keys(store: Store, gen: Generation, whose: Whose) -> tuple[set[bytes], set[
     """Keys of the chunks of these prompts, and of all others."""
     mine: set[bytes] = set()
     others: set[bytes] = set()
-    for prompt in stored_prompts(store, gen):
+    for prompt in stored_prompts(store, gen.target, gen.roots, gen.rows.__contains__):
         (mine if whose.takes(prompt.id, prompt.tenant) else others).update(prompt.keys)
     if whose.prompt is None:  # also chunks whose prompts are gone
         mine |= {key for key, rows in gen.rows.items() if any(whose.takes("", row.tenant) for row in rows)}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from codec.errors import StorageError
 from pipeline import index
 from pipeline.audit import DELETE, DROP, QUARANTINE, Audit, Fault
-from pipeline.catalogue import Generation
+from pipeline.catalogue import Generation, read_generation
 from pipeline.lease import exclusive, running_jobs
 from pipeline.paths import BY_CONFIG, PROFILES, parse_blob_path
 from pipeline.removal import drop_chunks, put_aside
@@ -66,11 +66,10 @@ def _aside(store: Store, path: str, tell: Callable[[str], None]) -> int:
 def _drop(found: Audit, tell: Callable[[str], None]) -> int:
     """Rows that cannot be right, and all that follows from them."""
     done = 0
-    generations: dict[tuple[bytes, bytes], Generation] = {(gen.target, gen.profile): gen for gen in found.generations}
-    for owner, gen in generations.items():
+    for owner in {fault.owner for fault in found.faults if fault.remedy == DROP}:
         ids = {row for fault in found.faults if fault.remedy == DROP and fault.owner == owner for row in fault.rows}
-        if not ids:
-            continue
+        gen = Generation(*owner)
+        read_generation(found.store, gen)
         removed = drop_chunks(found.store, gen, gen.descendants(ids))
         tell(f"dropped {removed.rows} index rows and {removed.blobs} blobs that follow from what is not there")
         done += len(ids)

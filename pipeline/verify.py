@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import codec
@@ -11,6 +11,9 @@ from pipeline.chain import Chain, Place, Tokens, decode_blob
 from pipeline.paths import blob_path
 
 CHECKSUM_BYTES = 16
+Differs = Callable[
+    [codec.DecodedChunk, bytes | None], str | None
+]  # a chunk and what its row says: what is wrong with it
 
 
 @dataclass
@@ -27,8 +30,12 @@ class Findings:
 class ChainVerifier:
     """Decodes prompts one after another, keeping the predictor's state of the last one."""
 
-    def __init__(self, job: Place, predictor: codec.Predictor, profile: codec.Profile) -> None:
+    def __init__(
+        self, job: Place, predictor: codec.Predictor, profile: codec.Profile, differs: Differs | None = None
+    ) -> None:
+        """`differs`: what is wrong with a chunk, given what `prompt` was told of its row; by default layer checksums."""
         self._job = job
+        self._differs = differs or differing_layer
         self._predictor = predictor
         self._profile = profile
         self._state = predictor.new_state()
@@ -43,7 +50,7 @@ class ChainVerifier:
             tokens: the prompt's token ids, int64.
             keys: its chunks' keys in order.
             wanted: chunks to verify.
-            rows: key -> layer checksums, from committed index rows.
+            rows: key -> layer checksums, from committed index rows, or what else `differs` compares with.
         """
         findings = Findings()
         last = max((index for index, key in enumerate(keys) if key in wanted), default=-1)
@@ -73,7 +80,7 @@ class ChainVerifier:
         self._chain.append(chunk, decoded.chain_digest)
         if key not in wanted:
             return
-        wrong = differing_tensor(decoded.layer_checksums, rows.get(key))
+        wrong = self._differs(decoded, rows.get(key))
         if wrong is None:
             findings.verified.append(key)
         else:
@@ -88,6 +95,23 @@ class ChainVerifier:
                 findings.failed[key] = message if number == 0 else f"{place}: not decoded, a chunk before it failed"
                 if number:
                     findings.behind.add(key)
+
+
+def differing_layer(found: codec.DecodedChunk, expected: bytes | None) -> str | None:
+    """As `differing_tensor`, of a decoded chunk."""
+    return differing_tensor(found.layer_checksums, expected)
+
+
+def differing_chain(found: codec.DecodedChunk, expected: bytes | None) -> str | None:
+    """What is wrong with a chunk whose index row has this digest of the chain's bits; None if nothing is.
+
+    The digest covers the checksums of all layers, and takes a hundredth of their room.
+    """
+    if expected is None:
+        return "its committed index row is missing"
+    if found.chain_digest != expected:
+        return "decoded bits have another digest than the index row"
+    return None
 
 
 def differing_tensor(found: bytes, expected: bytes | None) -> str | None:

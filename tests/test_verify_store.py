@@ -19,42 +19,24 @@ from jobs.verify import main
 from pipeline import index
 from pipeline.audit import CORRUPT, KINDS, MISMATCHED, MISSING, ORPHANED, Audit, audit
 from pipeline.catalogue import Generation, read_generation
-from pipeline.deep import decode_store
+from pipeline.deep import decode_store, here
 from pipeline.lease import at_work, exclusive
 from pipeline.options import Options
 from pipeline.paths import predictor_path, profile_path
 from pipeline.removal import drop_chain, drop_rows
 from pipeline.repair import repair
 from tests.conftest import REPO_ROOT
-from tests.made_store import RECORDS, Made, ShakenActor, files, make, make_old, options_of, overwrite
+from tests.made_store import RECORDS, Made, ShakenActor, files, make, options_of, overwrite
 
 DAY = 24 * 3600.0
-
-
-@pytest.fixture(scope="module")
-def pristine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Options, Made]:
-    options = options_of(tiny_model, tmp_path_factory.mktemp("pristine"))
-    return options, make(options)
-
-
-@pytest.fixture
-def made(pristine: tuple[Options, Made], tmp_path: Path) -> Made:
-    copy = pristine[1].copy(tmp_path)
-    make_old(copy.store)
-    return copy
-
-
-@pytest.fixture
-def options(pristine: tuple[Options, Made], tmp_path: Path) -> Options:
-    return replace(pristine[0], store=str(tmp_path / "store"))
 
 
 def look(
     made: Made, *, deep: bool = False, grace: float = DAY, share: Callable[[bytes], bool] = lambda key: True
 ) -> Audit:
-    found = audit(made.store, grace=grace, selects=share, checksums=deep)
+    found = audit(made.store, grace=grace, selects=share)
     if deep:
-        decode_store(found)
+        decode_store(found, here(made.store, "cpu"))
     return found
 
 
