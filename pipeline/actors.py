@@ -62,7 +62,7 @@ class EncodeActor:
         try:
             for prompt in group.prompts:
                 ids = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
-                encoder.prompt(ids, prompt.keys, group.todo, group.lost)
+                encoder.prompt(ids, prompt.keys, group.todo, {**group.lost, **group.gone})
         except KVCodecError:
             with suppress(KVCodecError):  # a full store: what was written before is not to be written again
                 self._commit(group)

@@ -23,15 +23,18 @@ _FIGURES = [field.name for field in fields(ChunkFigures) if field.name not in ("
 
 @dataclass(frozen=True)
 class Committed:
-    """Chunks of a corpus that have an index row."""
+    """Chunks of a corpus that have an index row, or had one."""
 
-    figures: dict[bytes, ChunkFigures]  # those whose blob is there too
-    lost: dict[bytes, bytes]  # those whose blob is gone: key -> digest of the chain's bits
+    figures: dict[bytes, ChunkFigures]  # those with a row whose blob is there too
+    lost: dict[bytes, bytes]  # those with a row whose blob is gone: key -> digest of the chain's bits
+    gone: dict[
+        bytes, bytes
+    ]  # those without a row that stored chunks follow from: key -> digest of the bits they follow from
 
     @staticmethod
     def none() -> Committed:
         """Of a store that holds nothing for this job."""
-        return Committed({}, {})
+        return Committed({}, {}, {})
 
 
 def find_committed(job: Job, keys: Collection[bytes]) -> Committed:
@@ -40,20 +43,26 @@ def find_committed(job: Job, keys: Collection[bytes]) -> Committed:
     Raises:
         DataError, StorageError: an index part is malformed or unreadable.
     """
-    table = index.read_rows(
-        job.store, target=job.target, profile=job.profile, columns=["key", "chain_digest", *_FIGURES]
-    )
     figures: dict[bytes, ChunkFigures] = {}
     digests: dict[bytes, bytes] = {}
-    for batch in table.to_batches(max_chunksize=4096):
-        for row in batch.to_pylist():
-            key = row.pop("key")
+    followed: dict[bytes, bytes] = {}
+    columns = ["key", "chain_digest", "parent_key", "parent_digest", *_FIGURES]
+    for _, table in index.iter_parts(job.store, target=job.target, profile=job.profile, columns=columns):
+        # Most rows of a large index are of other corpora: only two of their columns become objects.
+        pairs = zip(table["key"].to_pylist(), table["parent_key"].to_pylist(), strict=True)
+        for row in table.filter(pa.array([key in keys or parent in keys for key, parent in pairs])).to_pylist():
+            key, parent = row.pop("key"), row.pop("parent_key")
+            digest, parent_digest = row.pop("chain_digest"), row.pop("parent_digest")
+            if parent in keys:
+                followed[parent] = parent_digest
             if key in keys:
-                digests[key] = row.pop("chain_digest")
-                figures[key] = ChunkFigures(key=key, outcome=KEPT, **row)
+                digests[key], figures[key] = digest, ChunkFigures(key=key, outcome=KEPT, **row)
     there = _blobs_there(job.store, job.target, job.profile, list(figures))
-    lost = {key: digests[key] for key in figures.keys() - there}
-    return Committed({key: value for key, value in figures.items() if key in there}, lost)
+    return Committed(
+        {key: value for key, value in figures.items() if key in there},
+        {key: digests[key] for key in figures.keys() - there},
+        {key: digest for key, digest in followed.items() if key not in figures},
+    )
 
 
 def read_checksums(store: Store, part: str) -> dict[bytes, bytes]:

@@ -21,9 +21,9 @@ created, host_arch, torch_version, device, prefill_tokens   where and how the ta
 """
 
 import hashlib
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -34,6 +34,7 @@ from pipeline.paths import index_path, index_prefix
 from pipeline.store import ObjectMissing, Store
 
 FORMAT = 1
+FETCH_AHEAD = 8  # parts; a merged one has up to some 20 MB
 
 ADDED = ("fp8_scale", "root_key")  # columns that older parts lack
 
@@ -150,20 +151,17 @@ def iter_parts(
     unknown = sorted(set(names) - set(INDEX_SCHEMA.names))
     if unknown:
         raise DataError(f"the index has no column {unknown[0]!r}")
-    paths = (path for path in store.list(index_prefix(target, profile)) if path.endswith(".parquet"))
-    with ThreadPoolExecutor(8) as pool:  # they wait for the storage, not for a processor
-        while batch := list(itertools.islice(paths, 32)):
-            for path, data in zip(batch, pool.map(lambda path: _get(store, path), batch), strict=True):
-                if data is None:  # merged into another part since it was listed, or written again without some rows
-                    continue
-                try:
-                    table = _read_part(f"{store.uri}/{path}", data, target, profile, names)
-                except DataError as error:
-                    if broken is None:
-                        raise
-                    broken(path, error)
-                    continue
-                yield path, table
+    for path, data in _fetched(store, index_prefix(target, profile)):
+        if data is None:  # merged into another part since it was listed, or written again without some rows
+            continue
+        try:
+            table = _read_part(f"{store.uri}/{path}", data, target, profile, names)
+        except DataError as error:
+            if broken is None:
+                raise
+            broken(path, error)
+            continue
+        yield path, table
 
 
 def read_part(
@@ -186,6 +184,22 @@ def committed_keys(store: Store, target: bytes, profile: bytes) -> set[bytes]:
     for _, table in iter_parts(store, target=target, profile=profile, columns=["key"]):
         keys.update(table["key"].to_pylist())
     return keys
+
+
+def _fetched(store: Store, folder: str) -> Iterator[tuple[str, bytes | None]]:
+    """The parts of a folder in order, FETCH_AHEAD of them on their way or waiting."""
+    waiting: deque[tuple[str, Future[bytes | None]]] = deque()
+    with ThreadPoolExecutor(FETCH_AHEAD) as pool:  # they wait for the storage, not for a processor
+        for path in store.list(folder):
+            if not path.endswith(".parquet"):
+                continue
+            if len(waiting) == FETCH_AHEAD:
+                first, data = waiting.popleft()
+                yield first, data.result()
+            waiting.append((path, pool.submit(_get, store, path)))
+        while waiting:
+            first, data = waiting.popleft()
+            yield first, data.result()
 
 
 def _get(store: Store, path: str) -> bytes | None:

@@ -339,7 +339,7 @@ def _compute(
     data: Any = importlib.import_module("ray.data")
     board = ray.remote(ProgressBoard).options(num_cpus=0).remote()
     reporter = Reporter(board)
-    groups = [{"group": make_group(group, plan.stored, before.lost).to_json()} for group in plan.groups]
+    groups = [{"group": make_group(group, plan.stored, before.lost, before.gone).to_json()} for group in plan.groups]
     stage = data.from_items(groups, override_num_blocks=min(len(groups), MAX_BLOCKS)).map_batches(
         EncodeActor,
         fn_constructor_args=(job, _device(device, pools.encode_gpus, pools.encode_cpus), reporter, quota),

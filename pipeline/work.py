@@ -120,27 +120,44 @@ class Group:
     prompts: tuple[PromptRef, ...]
     todo: frozenset[bytes]  # chunks without a committed row, or whose blob is lost
     lost: Mapping[bytes, bytes]  # chunk key -> digest of its chain's raw bits, from the committed row
+    gone: Mapping[bytes, bytes] = field(
+        default_factory=dict
+    )  # the same where the row is gone, too, from rows that follow
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""
         prompts = [prompt.to_plain() for prompt in self.prompts]
-        lost = {key.hex(): digest.hex() for key, digest in self.lost.items()}
-        return json.dumps({"prompts": prompts, "todo": sorted(k.hex() for k in self.todo), "lost": lost})
+        lost, gone = ({k.hex(): digest.hex() for k, digest in some.items()} for some in (self.lost, self.gone))
+        return json.dumps({"prompts": prompts, "todo": sorted(k.hex() for k in self.todo), "lost": lost, "gone": gone})
 
     @staticmethod
     def from_json(text: str) -> Group:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         prompts = tuple(map(PromptRef.from_plain, data["prompts"]))
-        lost = {bytes.fromhex(key): bytes.fromhex(digest) for key, digest in data["lost"].items()}
-        return Group(prompts, frozenset(_keys(data["todo"])), lost)
+        lost, gone = (
+            {bytes.fromhex(key): bytes.fromhex(digest) for key, digest in data[name].items()}
+            for name in ("lost", "gone")
+        )
+        return Group(prompts, frozenset(_keys(data["todo"])), lost, gone)
 
 
-def make_group(prompts: Iterable[Prompt], stored: frozenset[bytes], lost: Mapping[bytes, bytes]) -> Group:
+def make_group(
+    prompts: Iterable[Prompt],
+    stored: frozenset[bytes],
+    lost: Mapping[bytes, bytes],
+    gone: Mapping[bytes, bytes] | None = None,
+) -> Group:
     """A group of planned prompts, with what an actor has to know about their chunks."""
     refs = tuple(PromptRef(p.id, p.part, p.row, p.n_tokens, tuple(p.all_keys()), p.tenant, p.root) for p in prompts)
     keys = {key for ref in refs for key in ref.keys}
-    return Group(refs, frozenset(keys - stored), {key: lost[key] for key in keys & lost.keys()})
+    gone = gone or {}
+    return Group(
+        refs,
+        frozenset(keys - stored),
+        {key: lost[key] for key in keys & lost.keys()},
+        {key: gone[key] for key in keys & gone.keys()},
+    )
 
 
 @dataclass(frozen=True)

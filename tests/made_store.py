@@ -135,7 +135,7 @@ def make(options: Options, encoder: type[EncodeActor] = EncodeActor) -> Made:
         return [
             GroupResult.from_json(text)
             for group in plan.groups
-            for out in encode({"group": [make_group(group, plan.stored, before.lost).to_json()]})
+            for out in encode({"group": [make_group(group, plan.stored, before.lost, before.gone).to_json()]})
             for again in verify({"result": out["result"]})
             for text in again["result"]
         ]

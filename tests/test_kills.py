@@ -171,7 +171,7 @@ def test_twenty_kills_leave_a_store_complete_and_nothing_twice(
             command = [sys.executable, "jobs/compress_corpus.py", "--model", str(tiny_model), "--store", uri]
             command += ["--corpus", str(corpus), "--chunk-tokens", str(CHUNK), "--predictor", "int8", "--loop", "open"]
             command += ["--device", "cpu", "--actors", "1", "--verify", "none"]
-            run_until_done(killer, command, environment | {"RAY_ADDRESS": killer.head.address}, tmp_path / "log")
+            run_until_done(killer, command, environment | {"RAY_ADDRESS": killer.head.address}, tmp_path / "job.log")
 
     assert Counter(kill.split()[0] for kill in killer.done) == VICTIMS, killer.done
     assert verify(["--store", uri, "--deep"]) == 0, killer.done

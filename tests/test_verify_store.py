@@ -17,6 +17,7 @@ from codec.checksums import digest
 from codec.errors import UserError
 from jobs.verify import main
 from pipeline import index
+from pipeline.actors import EncodeActor
 from pipeline.audit import CORRUPT, KINDS, MISMATCHED, MISSING, ORPHANED, Audit, audit
 from pipeline.catalogue import Generation, read_generation
 from pipeline.deep import decode_store, here
@@ -224,6 +225,21 @@ def test_a_chunk_whose_parent_is_gone_with_its_row(made: Made, options: Options)
     assert set(faults(found)) == {(MISSING, path)} and "follows from it" in found.faults[0].cause
     again = mended(made, options, before)
     assert again.computed() == 32 + 30 + 20
+
+
+@pytest.mark.parametrize("encoder", [EncodeActor, ShakenActor])
+def test_a_run_makes_a_chunk_again_whose_blob_and_row_are_gone(made: Made, options: Options, encoder: type) -> None:
+    """Without a repair before it: what is stored after the chunk says which bits it had."""
+    before, path = useful(made), made.path("a", 1)
+    without_row(made, made.keys("a")[1])
+    made.store.delete(path)
+    again = make(options, encoder)
+    if encoder is EncodeActor:
+        assert again.computed() == 32 and useful(again) == before and again.notes == []
+    else:  # chunk 0 stays; what followed from chunk 1 is made again with it
+        assert again.computed() == 32 + 30 + 20 and "2 chunks that follow from the old ones" in again.notes[0]
+    found = look(again, deep=True)
+    assert found.faults == [] and found.decoded == found.rows == found.blobs == 7
 
 
 def test_rows_that_disagree_are_settled_by_the_blob(made: Made, options: Options) -> None:
