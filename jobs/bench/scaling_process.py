@@ -5,13 +5,11 @@ python -m jobs.bench.scaling_process REQUEST.json
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,14 +18,13 @@ import codec
 from codec import checksums
 from jobs.bench.child import answer
 from jobs.bench.machine import peak_rss_bytes, reset_peak, rss_bytes
+from jobs.bench.made_up import made_up_parts
 from pipeline import committed, index
 from pipeline.model_source import resolve_model
 from pipeline.paths import blob_path, index_prefix
 from pipeline.store import Store
 from pipeline.target import load_target, run_format
 from pipeline.work import Job, load_predictor, load_profile
-
-ROWS_A_PART = 5000
 
 
 def work(request: dict[str, Any]) -> Mapping[str, Any]:
@@ -130,7 +127,7 @@ def fill(request: dict[str, Any]) -> Mapping[str, Any]:
         hashlib.blake2b(b"profile", digest_size=32).digest(),
     )
     begin = time.perf_counter()
-    for part in _parts(count, target, profile):
+    for part in made_up_parts(map(_key, range(count)), target, profile):
         index.write_part(store, part)
     written = time.perf_counter()
     before = rss_bytes()
@@ -150,26 +147,6 @@ def fill(request: dict[str, Any]) -> Mapping[str, Any]:
 
 def _key(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
-
-
-def _parts(count: int, target: bytes, profile: bytes) -> Iterator[list[dict[str, Any]]]:
-    common = {
-        "parent_key": None, "model": "made-up", "target": target, "predictor": bytes(32), "profile": profile, "cache_format": "bf16",
-        "fp8_scale": None, "loop": "closed", "chunk_tokens": 256, "prefill_tokens": 256, "raw_bytes": 11_796_480, "header_bytes": 2000,
-        "scalars_k": 2_949_120, "scalars_v": 2_949_120, "ideal_bits_k": None, "ideal_bits_v": None, "parent_digest": bytes(16),
-        "tenant": "", "root_key": None, "created": datetime.datetime.now(datetime.UTC), "host_arch": platform.machine(),
-        "torch_version": torch.__version__, "device": "cpu",
-    }  # fmt: skip
-    for begin in range(0, count, ROWS_A_PART):
-        rows = []
-        for number in range(begin, min(begin + ROWS_A_PART, count)):
-            key = _key(number)
-            rows.append(common | {
-                "key": key, "chunk_index": number % 32, "first_token": 256 * (number % 32), "tokens": 256,
-                "stored_bytes": 2_000_000 + number % 7919, "bytes_k": 900_000 + number % 7919, "bytes_v": 1_098_000,
-                "escapes": number % 31, "layer_checksums": key * 30, "chain_digest": key[:16],
-            })  # fmt: skip
-        yield rows
 
 
 if __name__ == "__main__":
