@@ -145,8 +145,7 @@ def measure_transfer(store: Store, settings: Settings, note: Note) -> tuple[dict
     data = {str(number): store.get(path) for number, path in enumerate(paths)}
     total, place = sum(map(len, data.values())), f"{store.uri}-bench-{uuid.uuid4().hex[:8]}"
     ours, plain = Store.open(place), _Plain(f"{place}-plain")
-    wrong: list[str] = []
-    fresh = itertools.count()
+    wrong, fresh = list[str](), itertools.count()
     try:
         with ThreadPoolExecutor(settings.threads) as pool:
 
@@ -167,9 +166,8 @@ def measure_transfer(store: Store, settings: Settings, note: Note) -> tuple[dict
             }  # fmt: skip
             seconds = take_turns(sides, settings.repeats, note)
     finally:
-        for path in list(ours.list()):
-            ours.delete(path)
-        plain.remove()
+        for uri in (place, f"{place}-plain"):
+            _Plain(uri).remove()
     return {way: _compared(total, seconds, way) for way in ("upload", "download")}, not wrong
 
 
@@ -196,6 +194,7 @@ class _Plain:
         return found
 
     def remove(self) -> None:
-        """Everything that was written."""
+        """Everything below the URI."""
+        self._fs.invalidate_cache()
         if self._fs.exists(self._root):
             self._fs.rm(self._root, recursive=True)

@@ -27,7 +27,7 @@ from pipeline.work import Job, make_group
 
 CHUNK = 256
 FAMILY = 1000  # prompts that share a prefix
-STORED = 20  # one family in so many is in the store
+STORED = 20  # one family in so many is in the store already
 TARGET, PROFILE = content_id(b"target"), content_id(b"profile")
 
 
@@ -38,7 +38,7 @@ def plan(request: dict[str, Any]) -> Mapping[str, Any]:
     times = [time.perf_counter()]
     prompts = list(_prompts(count, tokens, shared))
     times.append(time.perf_counter())
-    there = {key for prompt in prompts[:: FAMILY * STORED] for key in prompt.all_keys()}
+    there = {key for prompt in prompts if prompt.row // FAMILY % STORED == 0 for key in prompt.all_keys()}
     _fill(store, there)
     times.append(time.perf_counter())
     job = Job(
