@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from codec.checksums import digest
 from codec.errors import StorageError
 from jobs.gc import main as gc
 from jobs.verify import main as verify
@@ -20,7 +21,7 @@ from pipeline.paths import parse_blob_path
 from pipeline.quota import store_bytes
 from pipeline.run import Consoles, run
 from pipeline.store import Store
-from tests.made_store import RECORDS, ShakenActor, make, options_of
+from tests.made_store import RECORDS, ShakenActor, make, options_of, overwrite
 from tests.s3_server import BUCKET, s3_server
 
 pytestmark = pytest.mark.slow
@@ -95,6 +96,26 @@ def test_a_lost_chunk_with_other_bits_is_made_again_with_all_that_follows(
     status, text = work(options)
     assert status == 0 and "was lost and holds other bits now: 4 chunks" in text
     assert verify(["--store", options.store, "--deep"]) == 0 and "7 decoded" in capsys.readouterr().out
+
+
+def test_a_store_is_decoded_by_actors_as_in_one_process(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bitstream is damaged so that only decoding shows it; both ways list it, and what follows from it."""
+    made = make(options_of(tiny_model, tmp_path))
+    path = made.path("a", 1)
+    data = bytearray(made.store.get(path))
+    data[-60] ^= 1
+    overwrite(made.store, path, bytes(data[:-16]) + digest(bytes(data[:-16])))
+    monkeypatch.setattr("pipeline.deep_actors.LITTLE_TOKENS", 0)
+    said = []
+    for elsewhere, more in (("pipeline.deep_actors._decoded", ["--local"]), ("pipeline.deep.Decoder.decode", [])):
+        with monkeypatch.context() as patch:
+            patch.setattr(elsewhere, None)  # nothing is done the other way
+            assert verify(["--store", made.store.uri, "--deep", *more]) == 1
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert f"corrupt: {path}: " in said[0] and "7, 7 read, 4 decoded" in said[0] and "2, which follow" in said[0]
 
 
 def test_a_job_stops_at_its_limit(tiny_model: Path, tmp_path: Path) -> None:
