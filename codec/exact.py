@@ -35,7 +35,7 @@ _INV_127 = 1.0 / 127.0
 _FLOAT32_TERMS = 1024  # int8 products whose sum stays below 2**24
 LOG2E = 1.4426950408889634
 # Minimax polynomial of 2**f on [0, 1) with p(0) = 1, degree 5 (our own fit by Lawson's iteration, relative error 8.3e-8).
-_EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
+EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
 # pi/2 in two parts; the first has 33 bits, so that n * _PIO2_HI is exact for n < 2**20 (Cody and Waite).
 _PIO2_HI = 1.5707963267341256
 _PIO2_LO = 6.077100506506192e-11
@@ -184,7 +184,7 @@ def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 def exp2_fraction(t: Tensor) -> tuple[Tensor, Tensor]:
     """2**t for float32 t in [-126, 0] as (p, n): p in [1, 2) is the polynomial of the fraction, n = floor(t) as int32."""
     n = torch.floor(t)
-    return _horner(t - n, _EXP2), n.to(torch.int32)
+    return _horner(t - n, EXP2), n.to(torch.int32)
 
 
 def exp_negative(x: Tensor) -> Tensor:

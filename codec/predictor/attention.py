@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from codec import exact
+from codec.predictor import fused
 
 SINKS = 4  # the first tokens, which a window never loses: models park attention there (Xiao et al. 2024)
 _SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
@@ -89,7 +90,7 @@ def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
     """
     (heads, tokens, dim), (kv_heads, total, _) = q.shape, seen.keys.shape
     groups, first = heads // kv_heads, total - tokens
-    qi, qs = exact.row_integers(q)
+    qi, qs = fused.row_integers(q) if fused.serves(q.device) else exact.row_integers(q)
     qi = qi.view(kv_heads, groups, tokens, dim).to(torch.float64)
     to_base_2 = exact.LOG2E / math.sqrt(dim)  # exact: a constant, one rounding
     qs = qs.view(kv_heads, groups, tokens, 1) * to_base_2
@@ -101,15 +102,18 @@ def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
         end = min(begin + step, tokens)
         keys, values, key_scale, allowed = visible.block(first + begin, first + end)
         block = qi[:, :, begin:end].reshape(kv_heads, -1, dim)
-        # Scaling by powers of two is exact.
-        scores = exact.product(block, keys).mul_(key_scale)
-        t = scores.to(torch.float32).mul_(qs[:, :, begin:end].reshape(kv_heads, -1, 1))
-        t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)  # infinities would make NaNs, whose casts differ by processor
-        # Before the block's own tokens all is allowed, unless there is a window.
-        masked = t if window else t[:, :, begin - end :]
-        masked.masked_fill_(~allowed[:, -masked.shape[2] :].repeat(groups, 1), -_SCORE_LIMIT)
-        weights, norm = exact.weights_from_scores(t, None)
+        weights, norm = _weights(exact.product(block, keys), key_scale, qs[:, :, begin:end].reshape(kv_heads, -1, 1), allowed)
         o = exact.product(weights, values).div_(norm).mul_(value_scale)
         o = o.to(torch.float32).view(kv_heads, groups, end - begin, dim)
         out.append(o.permute(2, 0, 1, 3).reshape(end - begin, heads * dim))
     return torch.cat(out)
+
+
+def _weights(scores: Tensor, key_scale: Tensor, query_scale: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """See fused.weights; infinities would make NaNs, whose casts differ by processor, hence the limit."""
+    if fused.serves(scores.device):
+        return fused.weights(scores, key_scale, query_scale, allowed, _SCORE_LIMIT)
+    t = scores.mul_(key_scale).to(torch.float32).mul_(query_scale)  # scaling by powers of two is exact
+    t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)
+    t.masked_fill_(~allowed.repeat(scores.shape[1] // len(allowed), 1), -_SCORE_LIMIT)
+    return exact.weights_from_scores(t, None)
