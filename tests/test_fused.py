@@ -30,7 +30,9 @@ def rows_of(seed: int, *shape: int) -> Tensor:
     kind = rng.integers(0, 6, shape[:-1])
     x[kind == 0] = -0.0
     x[kind == 1] = np.round(x[kind == 1] / 2.0**-149) * 2.0**-149
-    near = np.exp2(rng.integers(-60, 90, shape).astype(float)) * (1 - np.exp2(-rng.integers(1, 25, shape).astype(float)))
+    near = np.exp2(rng.integers(-60, 90, shape).astype(float)) * (
+        1 - np.exp2(-rng.integers(1, 25, shape).astype(float))
+    )
     x[kind == 2] = (near * rng.choice([-1.0, 1.0], shape))[kind == 2]
     return torch.from_numpy(np.clip(x, -LIMIT, LIMIT).astype(np.float32))
 
@@ -71,7 +73,14 @@ def test_rows_become_the_same_integers(seed, rows, width):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32), ROWS, st.integers(2, 70), st.integers(1, 33), st.booleans(), st.sampled_from(linear.FORMS[1:4]))
+@given(
+    st.integers(0, 2**32),
+    ROWS,
+    st.integers(2, 70),
+    st.integers(1, 33),
+    st.booleans(),
+    st.sampled_from(linear.FORMS[1:4]),
+)
 def test_linear_layers(seed, rows, width, out, biased, form):
     x, rng = rows_of(seed, rows, width), torch.Generator().manual_seed(seed % 2**31)
     stored = quantise_weight(torch.randn(out, width, generator=rng), form)
@@ -84,7 +93,9 @@ def test_linear_layers(seed, rows, width, out, biased, form):
 def test_limbs_of_either_side_are_combined(limbs):
     of_rows, of_weight = limbs
     rng = torch.Generator().manual_seed(3)
-    products = [torch.randint(-(2**31), 2**31 - 1, (of_rows * 37, 19), generator=rng).to(torch.int32) for _ in range(of_weight)]
+    products = [
+        torch.randint(-(2**31), 2**31 - 1, (of_rows * 37, 19), generator=rng).to(torch.int32) for _ in range(of_weight)
+    ]
     row, column = torch.rand(37, 1, generator=rng), torch.rand(19, generator=rng, dtype=torch.float64)
     total = linear._whole_product(products, 37)
     want = total.mul_(row.to(torch.float64)).mul_(column).to(torch.float32)
@@ -133,9 +144,14 @@ def test_attention(seed, tokens, before, window, heads, wild):
 
 def test_scores_at_and_beyond_the_limit():
     """Infinities after scaling, ties, and rows of which one key alone is allowed."""
-    scores = torch.tensor([[[1e300, -1e300, 5.0, -0.0], [0.0, -0.0, 0.0, -0.0], [1e30, 1e30, 7.0, 1.0]]], dtype=torch.float64)
+    scores = torch.tensor(
+        [[[1e300, -1e300, 5.0, -0.0], [0.0, -0.0, 0.0, -0.0], [1e30, 1e30, 7.0, 1.0]]], dtype=torch.float64
+    )
     allowed = torch.tensor([[True, True, True, True], [True, True, False, True], [False, False, False, True]])
-    key, query = torch.full((1, 1, 4), 2.0**40, dtype=torch.float64), torch.tensor([[[2.0**10], [1.0], [1.0 / math.pi]]])
+    key, query = (
+        torch.full((1, 1, 4), 2.0**40, dtype=torch.float64),
+        torch.tensor([[[2.0**10], [1.0], [1.0 / math.pi]]]),
+    )
     t = (scores * key).to(torch.float32) * query
     t = t.clamp(-LIMIT, LIMIT).masked_fill(~allowed, -LIMIT)
     want = exact.weights_from_scores(t, None)

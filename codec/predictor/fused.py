@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def _share(loop: Callable[..., Any], rows: int, *arguments: Any) -> None:
         loop(0, rows, *arguments)
         return
     edges = [rows * i // parts for i in range(parts + 1)]
-    for done in [_pool(parts).submit(loop, a, b, *arguments) for a, b in zip(edges, edges[1:], strict=False)]:
+    for done in [_pool(parts).submit(loop, a, b, *arguments) for a, b in pairwise(edges)]:
         done.result()
 
 
@@ -258,30 +259,44 @@ def gated(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 # ---------------------------------------------------------------- attention
+@inlined
+def _softmax(t: Singles, bits: Bits, weight: Bits) -> Any:
+    """exact.weights_from_scores of one row t, whose bits are `bits`: writes the weights, returns their sum."""
+    top = np.int32(-0x7FFFFFFF)
+    for k in range(t.shape[0]):  # floats in order as integers: of negative ones, all bits but the sign are turned round
+        top = max(top, bits[k] ^ ((bits[k] >> np.int32(31)) & _MAGNITUDE))
+    most = np.int32(top ^ ((top >> np.int32(31)) & _MAGNITUDE)).view(np.float32)
+    total = np.int64(0)
+    for k in range(t.shape[0]):
+        d = max(t[k] - most, np.float32(-100.0))
+        whole = np.floor(d)
+        weight[k] = np.int32(np.rint(_exp2_fraction(d, whole) * _pow2(np.int32(whole) + _WEIGHT_BITS)))
+        total += np.int64(weight[k])
+    return total
+
+
 @compiled
 def _weights(
-    begin: int, end: int, scores: Doubles, key_scale: Doubles, query_scale: Singles, allowed: Flags, limit: Any, sums: Doubles
+    begin: int,
+    end: int,
+    scores: Doubles,
+    key_scale: Doubles,
+    query_scale: Singles,
+    allowed: Flags,
+    limit: Any,
+    sums: Doubles,
 ) -> None:
     n, each = scores.shape[1], scores.shape[0] // key_scale.shape[0]
-    t = np.empty(n, np.float32)
+    t, weight = np.empty(n, np.float32), np.empty(n, np.int32)
     bits = t.view(np.int32)
     for i in range(begin, end):
         scale, query, head = query_scale[i], i % each % allowed.shape[0], i // each
         for k in range(n):
             score = np.float32(scores[i, k] * key_scale[head, k]) * scale
             t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
-        top = np.int32(-0x7FFFFFFF)
-        for k in range(n):  # floats in order as integers: of negative ones, all bits but the sign are turned round
-            top = max(top, bits[k] ^ ((bits[k] >> np.int32(31)) & _MAGNITUDE))
-        most = np.int32(top ^ ((top >> np.int32(31)) & _MAGNITUDE)).view(np.float32)
-        total = np.int64(0)
+        sums[i] = np.float64(_softmax(t, bits, weight))
         for k in range(n):
-            d = max(t[k] - most, np.float32(-100.0))
-            whole = np.floor(d)
-            w = np.rint(_exp2_fraction(d, whole) * _pow2(np.int32(whole) + _WEIGHT_BITS))
-            total += np.int64(w)
-            scores[i, k] = np.float64(w)
-        sums[i] = np.float64(total)
+            scores[i, k] = np.float64(weight[k])
 
 
 def weights(
@@ -298,3 +313,65 @@ def weights(
     scale, query = _array(key_scale).reshape(heads, keys), _array(query_scale).reshape(-1)
     _share(_weights, heads * rows, flat, scale, query, allowed.numpy(), np.float32(limit), sums)
     return scores, torch.from_numpy(sums).view(heads, rows, 1)
+
+
+@compiled
+def _limb_weights(
+    begin: int, end: int, high: Bits, cross: Bits, low: Bits, key_scale: Doubles, query_scale: Singles, allowed: Flags, limit: Any,
+    out: Bytes, sums: Doubles,
+) -> None:  # fmt: skip
+    rows, n = high.shape
+    t, weight = np.empty(n, np.float32), np.empty(n, np.int32)
+    bits = t.view(np.int32)
+    for i in range(begin, end):
+        scale, query = query_scale[i], i % allowed.shape[0]
+        for k in range(n):
+            whole = (np.float64(high[i, k]) * 256.0 + np.float64(cross[i, k])) * 256.0 + np.float64(low[i, k])
+            score = np.float32(whole * key_scale[k]) * scale
+            t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
+        sums[i] = np.float64(_softmax(t, bits, weight))
+        for k in range(n):
+            w = weight[k]
+            middle = (w + np.int32(128)) >> np.int32(8)
+            top = (middle + np.int32(128)) >> np.int32(8)
+            out[i, k] = np.int8(w - (middle << np.int32(8)))
+            out[rows + i, k] = np.int8(middle - (top << np.int32(8)))
+            out[2 * rows + i, k] = np.int8(top)
+
+
+def limb_weights(
+    products: tuple[Tensor, Tensor, Tensor], key_scale: Tensor, query_scale: Tensor, allowed: Tensor, limit: float
+) -> tuple[Tensor, Tensor]:
+    """`weights` of one head, in limbs: (int8 [3 rows, keys], low limbs of all rows first; their sums float64 [rows]).
+
+    products: int32 [rows, keys] each: of the queries' and keys' high limbs; of one's high and the other's low; of the low ones.
+    """
+    high, cross, low = (p.numpy() for p in products)
+    out, sums = np.empty((3 * high.shape[0], high.shape[1]), np.int8), np.empty(high.shape[0])
+    scale, query = _array(key_scale).reshape(-1), _array(query_scale).reshape(-1)
+    _share(_limb_weights, len(high), high, cross, low, scale, query, allowed.numpy(), np.float32(limit), out, sums)
+    return torch.from_numpy(out), torch.from_numpy(sums)
+
+
+@compiled
+def _weighted(begin: int, end: int, products: Bits, rows: int, sums: Doubles, step: float, out: Singles) -> None:
+    dim = out.shape[1]
+    for i in range(begin, end):
+        for d in range(dim):
+            total, factor = 0.0, 1.0
+            for k in range(i, 3 * rows, rows):
+                total += (np.float64(products[k, dim + d]) * 256.0 + np.float64(products[k, d])) * factor
+                factor *= 256.0
+            out[i, d] = np.float32((total / sums[i]) * step)
+
+
+def weighted(products: Tensor, sums: Tensor, step: float) -> Tensor:
+    """Weighted means of values: float32 [rows, D].
+
+    products: int32 [3 rows, 2 D], limbs of weights against limbs of values, low ones first; sums: float64 [rows], of the weights;
+    step: of the values, a power of two.
+    """
+    rows, dim = len(sums), products.shape[1] // 2
+    out = np.empty((rows, dim), np.float32)
+    _share(_weighted, rows, products.numpy(), rows, sums.numpy(), step, out)
+    return torch.from_numpy(out)

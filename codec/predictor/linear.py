@@ -83,7 +83,9 @@ class Linear:
         elif self._whole is not None and not exact.int8_kernel_serves(self.scale.device):
             total = exact.product(whole(rows), self._whole.to(torch.float64).T)
         else:
-            products = [exact.product_int8(rows, w) for w in self._limbs]  # stacked: a weight is converted once, where it must be
+            products = [
+                exact.product_int8(rows, w) for w in self._limbs
+            ]  # stacked: a weight is converted once, where it must be
             if fused.serves(rows.device):
                 return fused.dequantise(products, scale, self.scale, self.bias)
             total = _whole_product(products, len(scale))
