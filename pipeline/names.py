@@ -20,7 +20,7 @@ def column(values: list[bytes], width: int) -> Column:
 
 
 class Names:
-    """Filled with `add`, then asked: after `seal` nothing is added any more. Order is that of the bytes."""
+    """Filled with `add`, and asked after `seal`. Its order is that of the bytes."""
 
     def __init__(self, width: int) -> None:
         """`width`: bytes a name."""
@@ -40,8 +40,8 @@ class Names:
 
     def seal(self) -> Names:
         """Sort, and keep every name once."""
-        parts, self._parts = self._parts, []
-        joined = np.concatenate([self._sorted, *parts]) if parts else self._sorted
+        joined = np.concatenate([self._sorted, *self._parts])
+        self._parts = []
         joined.sort()
         if len(joined):
             joined = joined[np.concatenate([[True], joined[1:] != joined[:-1]])]

@@ -94,8 +94,11 @@ class Killer:
         self.writes += 1
         if not self.waiting or self.writes < self.waiting[0].writes:
             return None
-        if self.waiting[0].victim == "actor" and not self._actors():
+        victim = self.waiting[0].victim
+        if victim == "actor" and not self._actors():
             return None  # the driver itself is writing; it will come to that
+        if victim == "driver" and (self.driver is None or self.driver.poll() is not None):
+            return None  # an actor that it left behind is writing
         return self.waiting.pop(0)
 
     def _strike(self, kill: Kill, path: str) -> None:
