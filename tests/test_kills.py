@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class Killer:
     created: Counter[str] = field(default_factory=Counter)  # answers by path that said: this write made the object
     writes: int = 0  # since the last kill
     failure: BaseException | None = None
+    _actor: int = 0  # the process that the next kill of an actor ends
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, path: str, send: Callable[[], Answer]) -> Answer | None:
@@ -94,11 +96,13 @@ class Killer:
         self.writes += 1
         if not self.waiting or self.writes < self.waiting[0].writes:
             return None
-        victim = self.waiting[0].victim
-        if victim == "actor" and not self._actors():
+        victim, actors = self.waiting[0].victim, self._actors()
+        if victim == "actor" and not actors:
             return None  # the driver itself is writing; it will come to that
         if victim == "driver" and (self.driver is None or self.driver.poll() is not None):
             return None  # an actor that it left behind is writing
+        if actors:
+            self._actor = random.Random(f"{SEED} {len(self.done)}").choice(actors)
         return self.waiting.pop(0)
 
     def _strike(self, kill: Kill, path: str) -> None:
@@ -112,8 +116,8 @@ class Killer:
             self.driver.kill()
             self.driver.wait()
         else:
-            pid = random.Random(f"{SEED} {len(self.done)}").choice(self._actors())
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._actor, signal.SIGKILL)
         self.look()
 
     def _actors(self) -> list[int]:
