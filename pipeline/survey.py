@@ -94,13 +94,9 @@ def _take(gen: Survey, table: pa.Table) -> None:
     gen.parents.add(column(table["parent_key"].drop_null().to_pylist(), KEY))
     gen.models.update(table["model"].unique().to_pylist())
     gen.formats.update(table["cache_format"].unique().to_pylist())
-    for row in (
-        table.select(["tenant", "root_key", "chunk_tokens"])
-        .group_by(["tenant", "root_key", "chunk_tokens"])
-        .aggregate([])
-        .to_pylist()
-    ):
-        add_root(gen.roots, **row)
+    places = table.select(["tenant", "root_key", "chunk_tokens"])
+    for place in places.group_by(places.column_names).aggregate([]).to_pylist():
+        add_root(gen.roots, **place)
 
 
 def _ids(table: pa.Table) -> Column:
@@ -126,7 +122,7 @@ def rows_of(store: Store, gen: Survey) -> Iterator[list[Row]]:
     seen = np.zeros(len(gen.ids), dtype=bool)
     # Those that cannot be read were told of by the first reading.
     for path, table in index.iter_parts(store, target=gen.target, profile=gen.profile, broken=lambda *_: None):
-        if path in gen.unreadable:
+        if path in gen.unreadable or not len(gen.ids):
             continue
         places = gen.ids.places(_ids(table))
         fresh = np.zeros(len(table), dtype=bool)
