@@ -23,6 +23,7 @@ from pipeline import index
 from pipeline.calibration import load_checked_target
 from pipeline.committed import read_checksums
 from pipeline.encode import ChainEncoder, Stored
+from pipeline.health import Costs
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
@@ -68,6 +69,7 @@ class EncodeActor:
                 self._commit(group)
             raise
         part, done = self._commit(group), self._done
+        costs = [found for chunk in done.values() if (found := _costs(chunk)) is not None]
         return GroupResult(
             group.prompts,
             [self._figures(chunk) for chunk in done.values() if chunk.key in group.todo],
@@ -75,6 +77,8 @@ class EncodeActor:
             encoder.target_tokens - tokens,
             encoder.target_seconds - seconds,
             time.perf_counter() - start,
+            Costs.total(costs),
+            len(costs),
         )
 
     def _commit(self, group: Group) -> str:
@@ -86,7 +90,9 @@ class EncodeActor:
 
     def _charge(self, path: str, chunk: codec.EncodedChunk) -> None:
         """Ask whether a blob and its index row may still be written."""
-        size = len(chunk.blob) + len(chunk.layer_checksums) + ROW_BYTES
+        costs = chunk.stats.costs
+        figures = 0 if costs is None else 4 * (costs.heads.size + costs.spread.size + costs.miss.size)
+        size = len(chunk.blob) + len(chunk.layer_checksums) + figures + ROW_BYTES
         self._quota.charge(self._job.store, path, size if self._done else size + PART_BYTES)
 
     def _report(self, chunk: Stored) -> None:
@@ -119,6 +125,8 @@ class EncodeActor:
         job = self._job
         figures = asdict(self._figures(chunk))
         del figures["outcome"]  # what became of the chunk in this run, not what it is
+        costs = _costs(chunk)
+        figures |= {"layer_bits": None, "layer_spread": None, "layer_miss": None} if costs is None else costs.row()
         return figures | {
             "parent_key": chunk.parent_key,
             "chunk_index": chunk.index,
@@ -197,6 +205,12 @@ class VerifyActor:
             older = dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
             rows = {key: older[key] for key in wanted & older.keys()} | rows
         return rows
+
+
+def _costs(chunk: Stored) -> Costs | None:
+    """What its layers cost, where this process encoded it."""
+    stats = chunk.stats
+    return None if stats.costs is None else Costs.of(stats.costs, stats.scalars_k, stats.scalars_v)
 
 
 def _load(job: Job, device: Device) -> tuple[codec.Predictor, codec.Profile]:

@@ -27,6 +27,7 @@ from pipeline.committed import Committed, find_committed
 from pipeline.corpus import list_corpus
 from pipeline.estimate import estimate
 from pipeline.heal import computed
+from pipeline.health import of_groups
 from pipeline.lease import at_work
 from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
 from pipeline.options import Options, Verify, parse_bytes, scale_mode
@@ -40,7 +41,7 @@ from pipeline.report import Outcome, say
 from pipeline.store import Store
 from pipeline.target import check_cache, context_length, kv_shape
 from pipeline.tenancy import Roots, tenant_name
-from pipeline.work import Device, GroupResult, Job, make_group
+from pipeline.work import Device, GroupResult, Job, load_profile, make_group
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
 ACTOR_BYTES = 1 << 30  # and what it needs besides
@@ -407,11 +408,16 @@ def _finish(
         raise DataError(f"{len(unseen)} chunks were stored but not verified, among them {next(iter(unseen)).hex()}")
     for message in outcome.failed.values():
         say(consoles.notes, f"failed: {message}")
-    figures = report.make_report(
-        plan, outcome, profile_bytes=job.store.size(profile_path(job.profile)), bad_records=len(admitted.bad)
-    )
+    health = None
+    if any(costs is not None for costs, _ in outcome.costs):
+        profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
+        health = of_groups(outcome.costs, profile)
+    size = job.store.size(profile_path(job.profile))
+    figures = report.make_report(plan, outcome, profile_bytes=size, bad_records=len(admitted.bad), health=health)
     title = f"{job.model.name}, {job.cache_format}, {job.predictor_kind} {job.loop} loop: {report.duration(seconds)}"
     report.show_report(consoles.result, figures, title)
+    if health is not None and (warning := health.warning()) is not None:
+        say(consoles.notes, warning)
     if prepared.options.report is not None:
         report.write_report(prepared.options.report, figures)
     return 1 if outcome.failed else 0

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import codec
 from codec import coders
 from codec.errors import DataError
 from codec.scales import CacheScales
+from pipeline.health import Costs
 from pipeline.model_source import ModelSource
 from pipeline.options import Verify
 from pipeline.paths import predictor_path, profile_path
@@ -171,12 +172,15 @@ class GroupResult:
     target_tokens: int  # run through the target
     target_seconds: float  # spent in it
     seconds: float  # spent on the group as a whole, loading of models not included
+    costs: Costs | None = None  # of the `measured` chunks that this group encoded
+    measured: int = 0
     verified: list[bytes] = field(default_factory=list)
     failed: dict[bytes, str] = field(default_factory=dict)  # key -> what is wrong, naming the blob
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""
-        data = asdict(self)
+        data = asdict(replace(self, costs=None))
+        data["costs"] = None if self.costs is None else self.costs.to_plain()
         data["prompts"] = [prompt.to_plain() for prompt in self.prompts]
         data["chunks"] = [asdict(c) | {"key": c.key.hex()} for c in self.chunks]
         data["verified"] = [key.hex() for key in self.verified]
@@ -189,6 +193,7 @@ class GroupResult:
         data: dict[str, Any] = json.loads(text)
         data["prompts"] = tuple(map(PromptRef.from_plain, data["prompts"]))
         data["chunks"] = [ChunkFigures(**(c | {"key": bytes.fromhex(c["key"])})) for c in data["chunks"]]
+        data["costs"] = Costs.from_plain(data["costs"])
         data["verified"] = list(_keys(data["verified"]))
         data["failed"] = {bytes.fromhex(key): message for key, message in data["failed"].items()}
         return GroupResult(**data)

@@ -157,7 +157,8 @@ def _parts(count: int, target: bytes, profile: bytes) -> Iterator[list[dict[str,
         "parent_key": None, "model": "made-up", "target": target, "predictor": bytes(32), "profile": profile, "cache_format": "bf16",
         "fp8_scale": None, "loop": "closed", "chunk_tokens": 256, "prefill_tokens": 256, "raw_bytes": 11_796_480, "header_bytes": 2000,
         "scalars_k": 2_949_120, "scalars_v": 2_949_120, "ideal_bits_k": None, "ideal_bits_v": None, "parent_digest": bytes(16),
-        "tenant": "", "root_key": None, "created": datetime.datetime.now(datetime.UTC), "host_arch": platform.machine(),
+        "tenant": "", "root_key": None, "layer_bits": None, "layer_spread": None, "layer_miss": None,
+        "created": datetime.datetime.now(datetime.UTC), "host_arch": platform.machine(),
         "torch_version": torch.__version__, "device": "cpu",
     }  # fmt: skip
     for begin in range(0, count, ROWS_A_PART):
