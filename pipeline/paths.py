@@ -8,7 +8,8 @@
     predictors/<fingerprint>.safetensors         the predictor's weights as used
     prompts/<target>/<name>.parquet              which prompt is made of which chunks
     index/<target>/<profile>/<name>.parquet      one index part a committed task
-    current/<model name>                         a small pointer to the generation in use
+    current/<model name>/<format>/<number>       which generation readers of a model follow; the highest number counts
+    runs/<time>-<id>.json                        what one run was asked and what it came to
     quarantine/<path>                            what verification with --repair has put aside
     running/<name>                               a job that is at work; locks/gc: a collection or a repair is
 
@@ -29,7 +30,7 @@ SCHEMES = ("file://", "s3://")
 MARKER = "store.json"
 BLOBS, INDEX, PROMPTS, PROFILES, PREDICTORS, SCALES = "blobs", "index", "prompts", "profiles", "predictors", "scales"
 BY_CONFIG = "by-config"
-CURRENT, QUARANTINE, RUNNING, LOCKS = "current", "quarantine", "running", "locks"
+CURRENT, QUARANTINE, RUNNING, LOCKS, RUNS = "current", "quarantine", "running", "locks", "runs"
 DIGEST_BYTES = 32
 
 _MAX_COMPONENT = 255  # bytes: the limit of the usual local file systems
@@ -169,6 +170,11 @@ def current_path(model_name: str) -> str:
     if name.startswith("."):
         name = "%2E" + name[1:]
     return validate_path(f"current/{name}")
+
+
+def run_path(started: str, run: str) -> str:
+    """Path of a run's record: `started` as YYYYMMDDTHHMMSSZ, so that a listing is in the order of time."""
+    return validate_path(f"{RUNS}/{started}-{run}.json")
 
 
 def parse_store_uri(uri: str) -> tuple[bool, str]:
