@@ -227,11 +227,15 @@ def write_report(path: str, report: Mapping[str, Any]) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
+    write_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a local file: all of it, or nothing. Raises StorageError."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1, ensure_ascii=False)
-            file.write("\n")
+            file.write(text)
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(f"the report {path} cannot be written ({error.strerror})") from error
