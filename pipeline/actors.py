@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,7 @@ from pipeline.calibration import load_checked_target
 from pipeline.committed import read_checksums
 from pipeline.encode import ChainEncoder, Stored
 from pipeline.health import Costs
+from pipeline.metrics import Metrics
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
@@ -35,10 +36,12 @@ class EncodeActor:
     """Batches of groups in, one result a group out; blobs and index parts go to the store."""
 
     def __init__(self, job: Job, device: Device, reporter: Reporter, quota: Quota | None = None) -> None:
-        self._job = job
+        self._metrics = Metrics(job)
+        self._job = replace(job, store=self._metrics.store(job.store))
         self._device = device
         self._reporter = reporter
         self._quota = quota or Quota()
+        self._profile: codec.Profile | None = None
         self._done: dict[bytes, Stored] = {}  # chunks of the group at work
         self._reader = PromptReader(job.store)
         self._scalar_bytes = number_format(job.cache_format).item_bytes
@@ -52,6 +55,7 @@ class EncodeActor:
         if self._encoder is None:
             torch.set_num_threads(self._device.threads)
             predictor, profile = _load(self._job, self._device)
+            self._profile = profile
             target = load_checked_target(self._job, self._device)
             self._encoder = ChainEncoder(self._job, target, predictor, profile, self._report, self._charge)
         return self._encoder
@@ -70,6 +74,8 @@ class EncodeActor:
             raise
         part, done = self._commit(group), self._done
         costs = [found for chunk in done.values() if (found := _costs(chunk)) is not None]
+        total = Costs.total(costs)
+        self._metrics.cost(total, len(costs), self._profile)
         return GroupResult(
             group.prompts,
             [self._figures(chunk) for chunk in done.values() if chunk.key in group.todo],
@@ -77,7 +83,7 @@ class EncodeActor:
             encoder.target_tokens - tokens,
             encoder.target_seconds - seconds,
             time.perf_counter() - start,
-            Costs.total(costs),
+            total,
             len(costs),
         )
 
@@ -100,6 +106,8 @@ class EncodeActor:
         self._done.setdefault(chunk.key, chunk)
         if chunk.outcome != KEPT:
             self._reporter.add(Counts(chunk.tokens, 1, self._raw_bytes(chunk), chunk.stored_bytes))
+            scalars = chunk.stats.scalars_k + chunk.stats.scalars_v
+            self._metrics.stored(chunk.outcome, chunk.tokens, scalars, self._raw_bytes(chunk), chunk.stored_bytes)
 
     def _raw_bytes(self, chunk: Stored) -> int:
         return self._scalar_bytes * (chunk.stats.scalars_k + chunk.stats.scalars_v)
@@ -157,7 +165,8 @@ class VerifyActor:
     """Results of the encode stage in, the same with `verified` and `failed` out."""
 
     def __init__(self, job: Job, device: Device, reporter: Reporter) -> None:
-        self._job = job
+        self._metrics = Metrics(job)
+        self._job = replace(job, store=self._metrics.store(job.store))
         self._device = device
         self._reporter = reporter
         self._reader = PromptReader(job.store)
@@ -188,6 +197,7 @@ class VerifyActor:
             result.failed |= findings.failed
             wanted -= set(findings.verified) | findings.failed.keys()
             self._reporter.add(Counts(verified=len(findings.verified)))
+            self._metrics.verified(len(findings.verified), len(findings.failed))
         return result
 
     def _committed(self, result: GroupResult, wanted: set[bytes]) -> dict[bytes, bytes]:

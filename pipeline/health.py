@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 import codec
 from codec.errors import DataError
 
-DRIFT_BITS = 0.25  # a scalar above the promise, over all layers: a tenth of what the default rung takes
-DRIFT_LAYER_BITS = 1.0  # the same of one layer's K or V
+# Bits a scalar above the promise, over all layers, and of one layer's K or V. Prompts like the sample's stay below the promise
+# (-0.04 on the real model, other agentic prompts than it was calibrated on); random token ids and German took 0.07 more than promised.
+DRIFT_BITS = 0.05
+DRIFT_LAYER_BITS = 0.5
 SIDES = ("K", "V")
 
 Floats = NDArray[np.float64]
@@ -64,19 +66,6 @@ class Costs:
             "layer_miss": self.miss / self.scalars,
         }
         return {name: values.ravel().tolist() for name, values in means.items()}
-
-    @staticmethod
-    def of_row(row: Mapping[str, Any]) -> Costs | None:
-        """Read back from a row of the index; None where it has none. Raises DataError where they contradict each other."""
-        if row["layer_bits"] is None or row["layer_spread"] is None or row["layer_miss"] is None:
-            return None
-        layers = len(row["layer_spread"]) // 2
-        if not layers or len(row["layer_miss"]) != 2 * layers or len(row["layer_bits"]) % (2 * layers):
-            raise DataError("an index row's figures of layers contradict each other")
-        scalars = np.tile([row["scalars_k"] / layers, row["scalars_v"] / layers], (layers, 1))
-        heads = np.array(row["layer_bits"], np.float64).reshape(layers, 2, -1)
-        spread, miss = (np.array(row[name], np.float64).reshape(layers, 2) for name in ("layer_spread", "layer_miss"))
-        return Costs(heads * (scalars[:, :, None] / heads.shape[2]), spread * scalars, miss * scalars, scalars)
 
     def to_plain(self) -> dict[str, Any]:
         """As data that JSON can say."""

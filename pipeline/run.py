@@ -29,6 +29,7 @@ from pipeline.estimate import estimate
 from pipeline.heal import computed
 from pipeline.health import of_groups
 from pipeline.lease import at_work
+from pipeline.metrics import Metrics
 from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
 from pipeline.options import Options, Verify, parse_bytes, scale_mode
 from pipeline.paths import MARKER, profile_path
@@ -367,8 +368,13 @@ def _compute(
         total_chunks=len(plan.new),
         total_verify=len(wanted),
     )
+    metrics, results = Metrics(job), list[GroupResult]()
+    metrics.queue(len(groups))
     with show:
-        return [GroupResult.from_json(row["result"]) for row in stage.iter_rows()]
+        for row in stage.iter_rows():
+            results.append(GroupResult.from_json(row["result"]))
+            metrics.queue(len(groups) - len(results))
+    return results
 
 
 # ---------------------------------------------------------------- the end

@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -24,6 +26,13 @@ pytestmark = pytest.mark.slow
 
 RAY = Path(sys.executable).with_name("ray")
 TEXT = "You are an agent that reads source code, calls tools and answers questions about what it has found. "
+
+
+class Head(NamedTuple):
+    """Where a Ray head answers: its dashboard, and its metrics for Prometheus."""
+
+    dashboard: str
+    metrics: str
 
 
 def free_ports(count: int) -> list[int]:
@@ -37,14 +46,21 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Ray head of our own on free ports; yields the dashboard's address. Ended by the id of its process group."""
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A Ray head of our own on free ports; yields its addresses. Ended by the id of its process group."""
     folder = tmp_path_factory.mktemp("head")
-    names = ("--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port")
+    names = (
+        "--port",
+        "--dashboard-port",
+        "--ray-client-server-port",
+        "--dashboard-agent-listen-port",
+        "--metrics-export-port",
+    )
     ports = free_ports(len(names))
     command = [str(RAY), "start", "--head", "--block", "--num-cpus=4", "--object-store-memory=200000000"]
     command += [f"--node-ip-address={LOOPBACK}", f"--dashboard-host={LOOPBACK}", "--disable-usage-stats"]
     command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+    command.append(f"--system-config={json.dumps({'metrics_report_interval_ms': 500})}")
     # Unix sockets have short names: pytest's folders would make them too long.
     temporary = Path("/tmp") / f"kv-{os.getpid()}"
     command.append(f"--temp-dir={temporary}")
@@ -53,7 +69,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     address = f"http://{LOOPBACK}:{ports[1]}"
     try:
         wait_for(f"{address}/api/version", process, folder / "log")
-        yield address
+        yield Head(address, f"http://{LOOPBACK}:{ports[-1]}/metrics")
     finally:
         # Its process group is all that it started; asked politely, it would first drain the node for half a minute.
         with contextlib.suppress(ProcessLookupError):
@@ -75,6 +91,36 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail(f"no answer from the head: {log.read_text()}")
 
 
+@contextlib.contextmanager
+def scraped(head: Head) -> Iterator[set[str]]:
+    """All lines of our own metrics that the head showed while the block ran, and for a moment after it."""
+    lines, done = set[str](), threading.Event()
+
+    def scrape() -> None:
+        while not done.wait(0.25):
+            with contextlib.suppress(OSError), urllib.request.urlopen(head.metrics, timeout=5) as answer:
+                lines.update(line for line in answer.read().decode().splitlines() if line.startswith("ray_kv_"))
+
+    thread = threading.Thread(target=scrape, daemon=True)
+    thread.start()
+    try:
+        yield lines
+        time.sleep(2)
+    finally:
+        done.set()
+        thread.join()
+
+
+def highest(lines: set[str], name: str) -> float:
+    """The highest sum of a metric over its actors, each at its own highest."""
+    found: dict[str, float] = {}
+    for line in lines:
+        series, _, value = line.rpartition(" ")
+        if series.partition("{")[0] in (name, f"{name}_total"):
+            found[series] = max(float(value), found.get(series, 0.0))
+    return sum(found.values()) if "bits" not in name else max(found.values())
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     path = tmp_path / "corpus.jsonl"
@@ -92,28 +138,34 @@ def working_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(head: str, working_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(RAY), "job", "submit", "--address", head, "--working-dir", str(working_dir), "--"]
+def submit(head: Head, working_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(RAY), "job", "submit", "--address", head.dashboard, "--working-dir", str(working_dir), "--"]
     command += [sys.executable, "jobs/compress_corpus.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_a_submitted_job_runs_to_the_end(
-    head: str, working_dir: Path, tiny_model: Path, corpus: Path, tmp_path: Path
+    head: Head, working_dir: Path, tiny_model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
     given = ["--model", str(tiny_model), "--corpus", str(corpus), "--store", str(tmp_path / "store")]
-    given += ["--chunk-tokens", "32", "--report", str(report)]
-    result = submit(head, working_dir, *given)
+    given += ["--chunk-tokens", "32", "--actors", "1", "--report", str(report)]
+    with scraped(head) as metrics:
+        result = submit(head, working_dir, *given)
     assert result.returncode == 0, result.stdout + result.stderr
     first = json.loads(report.read_text())
     assert first["chunks_new"] == first["chunks_verified"] > 0 and first["chunks_shared"] > 0
+    assert highest(metrics, "ray_kv_chunks") == first["chunks_new"]
+    assert highest(metrics, "ray_kv_chunks_verified") == first["chunks_verified"]
+    assert highest(metrics, "ray_kv_bits_per_scalar") == pytest.approx(first["bits_per_scalar"])
+    assert highest(metrics, "ray_kv_store_seconds_count") > first["chunks_new"]
+    assert any(line.startswith("ray_kv_queue_depth") and 'rung="int8-a16 closed"' in line for line in metrics)
     again = submit(head, working_dir, *given)
     assert again.returncode == 0 and "nothing to compute" in again.stdout + again.stderr
 
 
 def test_a_submitted_job_that_fails_has_a_status_and_its_sentence(
-    head: str, working_dir: Path, tiny_model: Path, tmp_path: Path
+    head: Head, working_dir: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     given = ["--model", str(tiny_model), "--corpus", "nowhere.jsonl", "--store", str(tmp_path / "store")]
     result = submit(head, working_dir, *given)

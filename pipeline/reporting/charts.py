@@ -1,6 +1,7 @@
 """Charts as inline SVG: no script, no asset, colours from the page's style sheet, so that light and dark both work.
 
-Whatever text comes in is escaped. Coordinates are in units of a picture WIDTH wide, which the page scales.
+Whatever text comes in is escaped. Coordinates are in units of the picture: WIDE ones fill the page, NARROW ones half
+of it, so that letters come out alike in both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720.0, 62.0, 16.0, 14.0, 44.0
+WIDE, NARROW = 1040.0, 500.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 16.0, 14.0, 44.0
 COLOURS = 8  # classes c0 … of the style sheet
 
 
@@ -24,9 +26,9 @@ def element(name: str, *children: str | Markup, **attributes: object) -> Markup:
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), inside, Markup("").join(children))
 
 
-def picture(children: Sequence[Markup], height: float, label: str) -> Markup:
+def picture(children: Sequence[Markup], width: float, height: float, label: str) -> Markup:
     """A whole picture, with what it shows in words for those who cannot see it."""
-    box = f"0 0 {WIDTH:.0f} {height:.0f}"
+    box = f"0 0 {width:.0f} {height:.0f}"
     return element("svg", *children, viewBox=box, role="img", aria_label=label, xmlns="http://www.w3.org/2000/svg")
 
 
@@ -103,11 +105,12 @@ class Frame:
     x: Axis
     y: Axis
     height: float = 280.0
+    width: float = NARROW
     marks: Sequence[tuple[float, str]] = field(default_factory=tuple)  # words for values of x instead of ticks
 
     def place(self, x: float, y: float) -> tuple[float, float]:
         """Where a value lies in the picture."""
-        across = LEFT + self.x.at(x) * (WIDTH - LEFT - RIGHT)
+        across = LEFT + self.x.at(x) * (self.width - LEFT - RIGHT)
         return across, self.height - BOTTOM - self.y.at(y) * (self.height - BOTTOM - TOP)
 
     def drawn(self) -> list[Markup]:
@@ -115,13 +118,13 @@ class Frame:
         out, foot = [], self.height - BOTTOM
         for value in self.y.ticks(5):
             _, y = self.place(self.x.low, value)
-            out.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+            out.append(element("line", class_="grid", x1=LEFT, x2=self.width - RIGHT, y1=y, y2=y))
             out.append(element("text", number(value), class_="tick end", x=LEFT - 8, y=y + 4))
         for value, text in self.marks or [(value, number(value)) for value in self.x.ticks(8)]:
             x, _ = self.place(value, self.y.low)
             out.append(element("text", text, class_="tick middle", x=x, y=foot + 17))
-        out.append(element("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=foot, y2=foot))
-        middle = (LEFT + WIDTH - RIGHT) / 2
+        out.append(element("line", class_="axis", x1=LEFT, x2=self.width - RIGHT, y1=foot, y2=foot))
+        middle = (LEFT + self.width - RIGHT) / 2
         out.append(element("text", self.x.name, class_="name middle", x=middle, y=self.height - 6))
         turn = f"rotate(-90 14 {foot / 2:.0f})"
         out.append(element("text", self.y.name, class_="name middle", x=14.0, y=foot / 2 + 6, transform=turn))
@@ -137,7 +140,11 @@ def plot(frame: Frame, series: Sequence[Series], label: str) -> Markup:
             path = "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
             children.append(element("path", element("title", one.name), class_=one.classes, d=path))
             continue
-        width = max(2.0, 0.7 * (WIDTH - LEFT - RIGHT) / max(len(one.points), 8))
+        width = (
+            0.7 * abs(frame.place(1.0, frame.y.low)[0] - frame.place(0.0, frame.y.low)[0])
+            if one.style == "bars"
+            else 0.0
+        )
         _, zero = frame.place(frame.x.low, min(max(0.0, frame.y.low), frame.y.high))
         for point, (x, y) in zip(one.points, places, strict=True):
             title = element("title", point.title or f"{one.name}: {point.y:.3g}")
@@ -147,15 +154,15 @@ def plot(frame: Frame, series: Sequence[Series], label: str) -> Markup:
             else:
                 children.append(element("circle", title, class_=one.classes, cx=x, cy=y, r=5.0))
             if point.label:
-                anchor, shift = ("end", -9.0) if x > WIDTH - 150 else ("start", 9.0)
+                anchor, shift = ("end", -9.0) if x > frame.width - 150 else ("start", 9.0)
                 children.append(element("text", point.label, class_=f"label {anchor}", x=x + shift, y=y - 7))
-    return picture(children, frame.height, label)
+    return picture(children, frame.width, frame.height, label)
 
 
 def heat(rows: Sequence[tuple[str, Sequence[float]]], low: float, high: float, label: str, unit: str) -> Markup:
     """A map of values [rows][columns] from `low` to `high`; columns are numbered below, a value is told by the mouse."""
     columns = max(len(values) for _, values in rows)
-    width, height = (WIDTH - LEFT - RIGHT) / columns, 26.0
+    width, height = (WIDE - LEFT - RIGHT) / columns, 26.0
     children = []
     for number_, (name, values) in enumerate(rows):
         y = 4 + number_ * height
@@ -172,7 +179,7 @@ def heat(rows: Sequence[tuple[str, Sequence[float]]], low: float, high: float, l
     every = max(1, math.ceil(columns / 16))
     for column in range(0, columns, every):
         children.append(element("text", str(column), class_="tick middle", x=LEFT + (column + 0.5) * width, y=foot))
-    return picture(children, foot + 6, label)
+    return picture(children, WIDE, foot + 6, label)
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,7 @@ class Block:
 def icicle(blocks: Sequence[Block], prompts: int, depth: int, label: str) -> Markup:
     """Prompts side by side, their chunks downwards; a block as wide as the prompts that share it."""
     height = min(340.0, 60.0 + 16.0 * depth)
-    across, down = (WIDTH - 2) / max(prompts, 1), (height - 2) / max(depth, 1)
+    across, down = (NARROW - 2) / max(prompts, 1), (height - 2) / max(depth, 1)
     children = []
     for block in blocks:
         share = 100 * min(1.0, math.log2(block.width) / 5)
@@ -197,7 +204,7 @@ def icicle(blocks: Sequence[Block], prompts: int, depth: int, label: str) -> Mar
         box = {"x": 1 + block.left * across, "y": 1 + block.top * down}
         box |= {"width": max(block.width * across - 0.8, 0.4), "height": max(block.depth * down - 0.8, 0.4)}
         children.append(element("rect", element("title", block.title), rx=1.5, style=colour, **box))
-    return picture(children, height, label)
+    return picture(children, NARROW, height, label)
 
 
 def number(value: float) -> str:

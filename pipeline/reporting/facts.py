@@ -72,6 +72,11 @@ class GenerationFacts:
         return self.sums["raw_bytes"] / self.sums["stored_bytes"] if self.sums["stored_bytes"] else None
 
     @property
+    def all_bytes(self) -> int:
+        """Of blobs, profile and predictor."""
+        return self.sums["stored_bytes"] + self.profile_bytes + self.predictor_bytes
+
+    @property
     def bits(self) -> float | None:
         """Bits a scalar on disk, headers and all."""
         scalars = self.sums["scalars_k"] + self.sums["scalars_v"]
@@ -213,12 +218,13 @@ def _prompts(
     broken: Callable[[str, DataError], None],
 ) -> Iterator[PromptFacts]:
     """Prompts all of whose chunks are stored, each once."""
-    seen: set[bytes] = set()
+    seen: set[tuple[str, str, bytes]] = set()  # several parts can hold a prompt
     a_token = facts.sums["raw_bytes"] / max(1, facts.sums["tokens"])
     for prompt in stored_prompts(store, gen, broken=broken):
-        if prompt.keys[-1] in seen or any(key not in sizes for key in prompt.keys):
+        name = (prompt.tenant, prompt.id, prompt.keys[-1])
+        if name in seen or any(key not in sizes for key in prompt.keys):
             continue
-        seen.add(prompt.keys[-1])
+        seen.add(name)
         yield _prompt(prompt, round(a_token * prompt.n_tokens), sizes)
         if len(seen) == MOST_PROMPTS:
             return

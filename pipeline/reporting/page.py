@@ -42,7 +42,7 @@ def render(facts: Facts, frontier: Sequence[Rung], when: datetime) -> str:
     sums = {name: sum(gen.sums[name] for gen in everything) for name in ("raw_bytes", "stored_bytes", "tokens")}
     return environment().get_template("page.html.j2").render(
         facts=facts, when=when, sums=sums, sections=[_section(gen) for gen in everything],
-        most=max((gen.sums["raw_bytes"] for gen in everything), default=1) or 1,
+        most=max((max(gen.sums["raw_bytes"], gen.all_bytes) for gen in everything), default=1) or 1,
         history=history(facts.runs), shown=facts.runs[::-1][:12], frontier=ladder(frontier), rungs=frontier,
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def health(found: Health) -> Markup:
                 Series(f"{kv} observed", dots, "dots small", side),
             ]
         values = [float(v) for v in np.concatenate([observed, promised]).ravel()]
-        frame = Frame(x, Axis.over(f"{name}, bits", values), 210.0, marks)
+        frame = Frame(x, Axis.over(f"{name}, bits", values), 210.0, marks=marks)
         out.append(charts.plot(frame, series, f"{name} cost by layer beside what calibration promised"))
     excess = [
         Point(n, float(found.excess[n].mean()), f"layer {n}: {found.excess[n].mean():+.2f} bits a scalar")
@@ -136,7 +136,9 @@ def health(found: Health) -> Markup:
         Series("above the promise", [p for p in excess if p.y > 0], "bars", "bad"),
         Series("below the promise", [p for p in excess if p.y <= 0], "bars", "good"),
     ]
-    out.append(charts.plot(Frame(x, y, 190.0, marks), bars, "bits a scalar beside calibration's promise, by layer"))
+    out.append(
+        charts.plot(Frame(x, y, 190.0, marks=marks), bars, "bits a scalar beside calibration's promise, by layer")
+    )
     return Markup("").join(out)
 
 
@@ -156,7 +158,7 @@ def history(runs: Sequence[RunRecord]) -> Markup | None:
     marks = [(float(n), _moment(run.started)[5:10]) for n, run in enumerate(shown)][:: max(1, len(shown) // 8)]
     y = Axis.over("chunks", [p.y for p in good] + [1.0], zero=True)
     series = [Series("verified", good, "bars", "good"), Series("failed", bad, "bars", "bad")]
-    return charts.plot(Frame(x, y, 220.0, marks), series, "chunks verified and failed, run by run")
+    return charts.plot(Frame(x, y, 240.0, charts.WIDE, marks), series, "chunks verified and failed, run by run")
 
 
 def ladder(rungs: Sequence[Rung]) -> Markup | None:
@@ -182,4 +184,4 @@ def ladder(rungs: Sequence[Rung]) -> Markup | None:
                 best.append(Point(one.seconds, one.bits))
         if len(best) > 1:
             series.insert(0, Series(f"frontier: {kind}", best, "line", number))
-    return charts.plot(Frame(x, y, 320.0), series, "bits a scalar of every rung against the time it takes")
+    return charts.plot(Frame(x, y, 340.0, charts.WIDE), series, "bits a scalar of every rung against the time it takes")
