@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.commands import jobs_in
 from tests.conftest import LOOPBACK, REPO_ROOT
 from tests.s3_server import BUCKET, s3_server
+from tests.test_infra import job_spec
 
 pytestmark = pytest.mark.slow
 
@@ -138,9 +140,11 @@ def working_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(head: Head, working_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def submit(
+    head: Head, working_dir: Path, *arguments: str, job: str = "jobs/compress_corpus.py"
+) -> subprocess.CompletedProcess[str]:
     command = [str(RAY), "job", "submit", "--address", head.dashboard, "--working-dir", str(working_dir), "--"]
-    command += [sys.executable, "jobs/compress_corpus.py", *arguments]
+    command += [sys.executable, job, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
@@ -160,7 +164,12 @@ def test_a_submitted_job_runs_to_the_end(
     assert highest(metrics, "ray_kv_bits_per_scalar") == pytest.approx(first["bits_per_scalar"])
     assert highest(metrics, "ray_kv_store_seconds_count") > first["chunks_new"]
     assert any(line.startswith("ray_kv_queue_depth") and 'rung="int8-a16 closed"' in line for line in metrics)
-    again = submit(head, working_dir, *given)
+    # the manifest's own entrypoint, on this machine's files and without a GPU, finds everything in place
+    ((job, words),) = jobs_in(job_spec("RayJob")["entrypoint"])
+    ours = dict(zip(given[::2], given[1::2], strict=True)) | {"--device": "cpu"}
+    arguments = [ours.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    at = arguments.index("--gpus-per-actor")
+    again = submit(head, working_dir, *arguments[:at], *arguments[at + 2 :], "--chunk-tokens", "32", job=job)
     assert again.returncode == 0 and "nothing to compute" in again.stdout + again.stderr
 
 
