@@ -28,7 +28,7 @@ SYSTEM = "You are an agent that reads source code, calls tools and answers quest
 REPORT_KEYS = {
     "ratio", "ratio_with_profile", "bits_per_scalar", "bits_k", "bits_v", "ideal_bits_per_scalar", "prompts", "tokens",
     "chunks_new", "chunks_shared", "chunks_skipped", "raw_bytes", "stored_bytes", "profile_bytes", "chunks_verified",
-    "chunks_failed", "bad_records", "target_tokens_per_s", "tokens_per_s", "per_prompt",
+    "chunks_failed", "bad_records", "target_tokens_per_s", "tokens_per_s", "health", "per_prompt",
 }  # fmt: skip
 
 

@@ -52,5 +52,11 @@ def test_files_and_metrics_that_it_names_exist() -> None:
 
 def test_messages_that_it_quotes_are_said() -> None:
     sources = "".join(path.read_text() for name in ("codec", "pipeline") for path in (REPO_ROOT / name).rglob("*.py"))
-    for words in ("the store is full", "has drifted from", "its arithmetic or its libraries differ", "corrupt", "mismatched"):
+    for words in (
+        "the store is full",
+        "has drifted from",
+        "its arithmetic or its libraries differ",
+        "corrupt",
+        "mismatched",
+    ):
         assert words in sources and words in TEXT

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from codec.errors import DataError, KVCodecError, StorageError
 from pipeline import index
@@ -24,6 +25,7 @@ from pipeline.work import load_profile
 
 MOST_PROMPTS = 20_000  # read of a generation; those beyond would change no picture
 MOST_RUNS = 500  # the latest
+_MOST_COUNT = 1 << 62
 _HEADER_BYTES = 1 << 20  # of a predictor's file: its description stands at its beginning
 _SUMS = ["raw_bytes", "stored_bytes", "header_bytes", "bytes_k", "bytes_v", "tokens", "scalars_k", "scalars_v"]
 _LAYERS = ["layer_bits", "layer_spread", "layer_miss"]
@@ -120,9 +122,14 @@ def _runs(store: Store, note: Note) -> list[RunRecord]:
     out = []
     for path in list(list_runs(store))[-MOST_RUNS:]:
         try:
-            out.append(read_run(store, path))
+            run = read_run(store, path)
         except KVCodecError as error:
             note(str(error))
+            continue
+        if all(0 <= value <= _MOST_COUNT for value in asdict(run).values() if isinstance(value, int)):
+            out.append(run)
+        else:
+            note(f"the run record {store.uri}/{path} has a count that cannot be")
     return out
 
 
@@ -189,7 +196,7 @@ def layer_costs(table: pa.Table) -> tuple[Costs | None, int]:
     values = {}
     for name in _LAYERS:
         flat = table[name].combine_chunks().flatten().to_numpy()
-        if len(flat) % len(table) or any(size != len(flat) // len(table) for size in _lengths(table[name])):
+        if len(pc.unique(pc.list_value_length(table[name]))) != 1:
             raise DataError(f"the rows' figures of layers in {name} are of several lengths")
         values[name] = flat.reshape(len(table), -1).astype(np.float64)
     layers = values["layer_spread"].shape[1] // 2
@@ -204,10 +211,6 @@ def layer_costs(table: pa.Table) -> tuple[Costs | None, int]:
         weighed["layer_miss"].sum(0),
         np.tile(scalars.sum(0), (layers, 1)),
     ), len(table)
-
-
-def _lengths(column: pa.ChunkedArray) -> set[int]:
-    return {0 if value is None else len(value) for value in column}
 
 
 def _prompts(

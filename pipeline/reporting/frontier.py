@@ -68,11 +68,19 @@ def from_runs(runs: Sequence[RunRecord]) -> list[Rung]:
     """Of each rung and format, the latest successful run that computed most of what it was asked for."""
     found: dict[tuple[str, str, str], Rung] = {}
     for run in runs:
-        took = (datetime.fromisoformat(run.ended) - datetime.fromisoformat(run.started)).total_seconds()
-        if run.outcome != OK or not run.scalars or took <= 0 or run.chunks_new <= run.chunks_reused:
+        took = _took(run)
+        if run.outcome != OK or took <= 0 or min(run.scalars, run.tokens) <= 0 or run.chunks_new <= run.chunks_reused:
             continue
         share = run.chunks_new / (run.chunks_new + run.chunks_reused)
         seconds, bits = 1000 * took / (run.tokens * share), 8 * run.bytes / run.scalars
         title = f"{run.model}, {run.cache_format}, {run.rung}: {bits:.2f} bits, {seconds:.1f} s, target included"
         found[run.model, run.cache_format, run.rung] = Rung(run.rung, bits, seconds, JOB, title)
     return list(found.values())
+
+
+def _took(run: RunRecord) -> float:
+    """Seconds; 0 where its times are none."""
+    try:
+        return (datetime.fromisoformat(run.ended) - datetime.fromisoformat(run.started)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
