@@ -149,8 +149,8 @@ def plot(frame: Frame, series: Sequence[Series], label: str) -> Markup:
         for point, (x, y) in zip(one.points, places, strict=True):
             title = element("title", point.title or f"{one.name}: {point.y:.3g}")
             if one.style == "bars":
-                size = {"y": min(y, zero), "height": max(abs(zero - y), 0.5)}
-                children.append(element("rect", title, class_=one.classes, x=x - width / 2, width=width, **size))
+                extent = {"y": min(y, zero), "height": max(abs(zero - y), 0.5)}
+                children.append(element("rect", title, class_=one.classes, x=x - width / 2, width=width, **extent))
             else:
                 children.append(element("circle", title, class_=one.classes, cx=x, cy=y, r=5.0))
             if point.label:
@@ -164,8 +164,8 @@ def heat(rows: Sequence[tuple[str, Sequence[float]]], low: float, high: float, l
     columns = max(len(values) for _, values in rows)
     width, height = (WIDE - LEFT - RIGHT) / columns, 26.0
     children = []
-    for number_, (name, values) in enumerate(rows):
-        y = 4 + number_ * height
+    for row, (name, values) in enumerate(rows):
+        y = 4 + row * height
         children.append(element("text", name, class_="tick end", x=LEFT - 8, y=y + height / 2 + 4))
         for column, value in enumerate(values):
             share = 100 * (value - low) / (high - low) if high > low else 50.0
