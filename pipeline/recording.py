@@ -23,10 +23,23 @@ class Ran:
     figures: Mapping[str, Any]
     scalars: int = 0
 
+    def plus(self, other: Ran) -> Ran:
+        """This run and a later one of the same job together: whole numbers are added, all else is the later one's."""
+        added = {
+            name: value + self.figures.get(name, 0)
+            for name, value in other.figures.items()
+            if type(value) is int and name != "profile_bytes"
+        }
+        return Ran(max(self.status, other.status), other.job, dict(other.figures) | added, self.scalars + other.scalars)
+
 
 @contextmanager
-def recorded(kind: str, job: Job, options: Options) -> Iterator[Callable[[Ran], None]]:
+def recorded(
+    kind: str, job: Job, options: Options, given: Mapping[str, Any] | None = None
+) -> Iterator[Callable[[Ran], None]]:
     """Write a run record when the body ends; it calls what it is given with what it came to. Nothing is written in a dry run.
+
+    given: what the record says was asked for, if not `options`.
 
     Raises StorageError where the record of a run that went well cannot be written.
     """
@@ -54,7 +67,7 @@ def recorded(kind: str, job: Job, options: Options) -> Iterator[Callable[[Ran], 
             verification_failures=figures.get("chunks_failed", 0),
             scalars=ran.scalars,
             bytes=figures.get("stored_bytes", 0),
-            options=plain_options(asdict(options)),
+            options=plain_options(asdict(options) if given is None else given),
             health=figures.get("health") or {},
         )
         write_run(name.store, record)
