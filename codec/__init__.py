@@ -14,6 +14,7 @@ from codec.calibrate import (
     freeze_closed,
     measure,
     sharpened,
+    with_coder,
 )
 from codec.calibrate import Sample as ClosedSample
 from codec.chunk import (
@@ -97,4 +98,5 @@ __all__ = [
     "read_header",
     "root_key",
     "sharpened",
+    "with_coder",
 ]

@@ -28,6 +28,7 @@ from pipeline.metrics import Metrics
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
+from pipeline.truth import Prefilled, Reread, Truth
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
 
@@ -56,13 +57,18 @@ class EncodeActor:
             torch.set_num_threads(self._device.threads)
             predictor, profile = _load(self._job, self._device)
             self._profile = profile
-            target = load_checked_target(self._job, self._device)
-            self._encoder = ChainEncoder(self._job, target, predictor, profile, self._report, self._charge)
+            truth: Truth
+            if self._job.decoded is None:
+                truth = Prefilled(load_checked_target(self._job, self._device))
+            else:
+                old = replace(self._job, predictor=self._job.decoded.predictor, profile=self._job.decoded.profile)
+                truth = Reread(old, *_load(old, self._device))
+            self._encoder = ChainEncoder(self._job, truth, predictor, profile, self._report, self._charge)
         return self._encoder
 
     def _group(self, group: Group) -> GroupResult:
         encoder = self._loaded()
-        start, tokens, seconds = time.perf_counter(), encoder.target_tokens, encoder.target_seconds
+        start, tokens, seconds = time.perf_counter(), encoder.truth.tokens, encoder.truth.seconds
         self._done = {}
         try:
             for prompt in group.prompts:
@@ -80,8 +86,8 @@ class EncodeActor:
             group.prompts,
             [self._figures(chunk) for chunk in done.values() if chunk.key in group.todo],
             part,
-            encoder.target_tokens - tokens,
-            encoder.target_seconds - seconds,
+            encoder.truth.tokens - tokens,
+            encoder.truth.seconds - seconds,
             time.perf_counter() - start,
             total,
             len(costs),
@@ -171,6 +177,7 @@ class VerifyActor:
         self._reporter = reporter
         self._reader = PromptReader(job.store)
         self._verifier: ChainVerifier | None = None
+        self._older: dict[bytes, bytes] = {}  # checksums of rows in other parts than a group's own
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
         for text in batch["result"]:
@@ -205,15 +212,16 @@ class VerifyActor:
         rows: dict[bytes, bytes] = {}
         if result.index_part:
             rows = read_checksums(self._job.store, result.index_part)
-        if not wanted <= rows.keys():
-            table = index.read_rows(
-                self._job.store,
-                target=self._job.target,
-                profile=self._job.profile,
-                columns=["key", "layer_checksums"],
-            )
-            older = dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
-            rows = {key: older[key] for key in wanted & older.keys()} | rows
+        if missing := wanted - rows.keys():
+            if not missing <= self._older.keys():
+                table = index.read_rows(
+                    self._job.store,
+                    target=self._job.target,
+                    profile=self._job.profile,
+                    columns=["key", "layer_checksums"],
+                )
+                self._older = dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
+            rows = {key: self._older[key] for key in missing & self._older.keys()} | rows
         return rows
 
 

@@ -22,6 +22,7 @@ from codec.checksums import chain, digest
 from codec.errors import BlobError, DataError, StorageError, UnsupportedVersion, UserError
 from codec.scales import CacheScales
 from pipeline.catalogue import Generation, Row, generations, is_root, read_generation, stored_prompts
+from pipeline.current import read_pointers
 from pipeline.paths import BY_CONFIG, PROFILES, SCALES, blob_path, predictor_path, profile_path
 from pipeline.store import Entry, ObjectMissing, Store
 
@@ -292,7 +293,9 @@ def check_prompts(found: Audit, gen: Generation) -> None:
 
 
 def check_pointers(found: Audit) -> set[bytes]:
-    """The small objects that name the profile in use, and the scales of FP8 caches; the profiles that are named."""
+    """Readers' pointers, the small objects that name the profile in use, and scales of FP8 caches; the profiles that are named."""
+    for path, error in read_pointers(found.store).damaged.items():
+        found.add(CORRUPT, path, error, QUARANTINE)
     named: set[bytes] = set()
     for path in found.store.list(f"{PROFILES}/{BY_CONFIG}"):
         try:

@@ -166,6 +166,7 @@ class StoredPrompt(NamedTuple):
     n_tokens: int
     chunk_tokens: int
     keys: tuple[bytes, ...]
+    root: bytes  # key of the empty prefix, from which they follow
 
 
 def stored_prompts(store: Store, gen: Generation, *, broken: Broken | None = None) -> Iterator[StoredPrompt]:
@@ -191,7 +192,9 @@ def stored_prompts(store: Store, gen: Generation, *, broken: Broken | None = Non
             for root, step in roots.get(prompt["tenant"], ()):
                 keys = tuple(chunk_keys(root, ids, step))
                 if any(key in gen.rows for key in keys):
-                    yield StoredPrompt(prompt["id"], prompt["tenant"], path, number, prompt["n_tokens"], step, keys)
+                    yield StoredPrompt(
+                        prompt["id"], prompt["tenant"], path, number, prompt["n_tokens"], step, keys, root
+                    )
 
 
 def is_root(row: Row) -> bool:

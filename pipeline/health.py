@@ -135,9 +135,9 @@ class Health:
             "excess_bits": self.mean_excess,
             "worst": {"layer": layer, "side": side, "excess_bits": bits},
             "chunks": self.chunks,
-            "spread": self.spread.tolist(),
-            "miss": self.miss.tolist(),
-            "promised_spread": self.promised.tolist(),
+            "spread": self.spread.round(4).tolist(),
+            "miss": self.miss.round(4).tolist(),
+            "promised_spread": self.promised.round(4).tolist(),
             "promised_miss": codec.MISS,
         }
 

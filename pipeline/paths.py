@@ -161,15 +161,20 @@ def parse_index_path(path: str) -> tuple[bytes, bytes]:
     return bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
 
-def current_path(model_name: str) -> str:
-    """Path of the pointer for a model; the name is percent-encoded, so "a/b" and "..", too, are plain file names."""
+def current_path(model_name: str, cache_format: str, number: int) -> str:
+    """Path of entry `number` of the pointer for a model's caches in one format.
+
+    The name is percent-encoded, so "a/b" and "..", too, are plain file names.
+    """
     try:
         name = quote(model_name, safe=" +=,@")
     except UnicodeEncodeError:
         raise DataError(f"the model name {model_name!r:.200} is not valid UTF-8") from None
     if name.startswith("."):
         name = "%2E" + name[1:]
-    return validate_path(f"current/{name}")
+    if not re.fullmatch(r"[a-z0-9_]+", cache_format) or not 0 <= number < 10**8:
+        raise DataError(f"{cache_format!r:.80} and {number} are no cache format and no number of a pointer's entry")
+    return validate_path(f"{CURRENT}/{name}/{cache_format}/{number:08}")
 
 
 def run_path(started: str, run: str) -> str:

@@ -64,7 +64,7 @@ class RunRecord:
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
 
     @staticmethod
-    def from_json(text: str | bytes) -> RunRecord:
+    def from_json(text: str) -> RunRecord:
         """Read what `to_json` wrote; fields of later releases are left out. Raises DataError in half a sentence."""
         try:
             data = json.loads(text)
@@ -113,7 +113,7 @@ def read_run(store: Store, path: str) -> RunRecord:
     if len(data) > MAX_BYTES:
         raise DataError(f"the run record {store.uri}/{path} is over {MAX_BYTES} bytes")
     try:
-        return RunRecord.from_json(data)
+        return RunRecord.from_json(data.decode(errors="replace"))
     except DataError as error:
         raise DataError(f"the run record {store.uri}/{path} cannot be read: {error}") from None
 

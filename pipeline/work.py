@@ -18,7 +18,7 @@ from pipeline.health import Costs
 from pipeline.model_source import ModelSource
 from pipeline.options import Verify
 from pipeline.paths import predictor_path, profile_path
-from pipeline.plan import Prompt
+from pipeline.plan import Plan, Prompt, group_prompts
 from pipeline.rung import Rung
 from pipeline.store import Store
 
@@ -48,6 +48,14 @@ class OtherBits(DataError):
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """A stored generation of the same target whose chunks are encoded again."""
+
+    predictor: bytes
+    profile: bytes
+
+
+@dataclass(frozen=True)
 class Job:
     """What every actor of a job is told. Secrets are not among it: tenants are named by a hash of their salt."""
 
@@ -66,6 +74,7 @@ class Job:
     coder: str = coders.DEFAULT
     scale_mode: str = ""  # of an FP8 cache: one of SCALE_MODES
     scales: bytes = b""  # CacheScales of an FP8 cache; empty also as long as they are not known
+    decoded: Decoded | None = None  # where the truth is read from; None: the target computes it
 
     @property
     def rung(self) -> Rung:
@@ -197,6 +206,17 @@ class GroupResult:
         data["verified"] = list(_keys(data["verified"]))
         data["failed"] = {bytes.fromhex(key): message for key, message in data["failed"].items()}
         return GroupResult(**data)
+
+
+def verify_groups(plan: Plan, figures: Mapping[bytes, ChunkFigures]) -> list[GroupResult]:
+    """The stored chunks of a plan for the verify stage, as if they had just been encoded; each chunk is in one group."""
+    groups, seen = [], set[bytes]()
+    for prompts in group_prompts(plan.prompts, plan.chunks, frozenset(plan.new)):
+        refs = make_group(prompts, frozenset(), {}).prompts
+        keys = dict.fromkeys(key for ref in refs for key in ref.keys if key in plan.stored and key not in seen)
+        seen.update(keys)
+        groups.append(GroupResult(refs, [figures[key] for key in keys], "", 0, 0.0, 0.0))
+    return groups
 
 
 def _keys(texts: Iterable[str]) -> tuple[bytes, ...]:

@@ -24,10 +24,11 @@ from pipeline.lease import at_work
 from pipeline.options import Options
 from pipeline.paths import blob_path
 from pipeline.plan import Plan, Prompt, admit, make_plan
+from pipeline.prepare import Prepared, prepare
 from pipeline.prompts import Tokenise, Tokenising, split_rows
-from pipeline.run import Prepared, prepare
 from pipeline.store import Store
 from pipeline.target import Target
+from pipeline.truth import Prefilled
 from pipeline.work import Device, GroupResult, Job, make_group
 
 CHUNK = 32
@@ -169,7 +170,8 @@ class ShakenActor(EncodeActor):
 
     def _loaded(self) -> ChainEncoder:
         encoder = super()._loaded()
-        encoder._target.__class__ = ShakenTarget
+        assert isinstance(encoder.truth, Prefilled)
+        encoder.truth.target.__class__ = ShakenTarget
         return encoder
 
 

@@ -19,8 +19,9 @@ from pipeline import index, ray_runtime
 from pipeline.calibration import config_hash, find_profile, offer_profile
 from pipeline.options import Options
 from pipeline.paths import blob_prefix, parse_blob_path, profile_config_path
+from pipeline.prepare import prepare
 from pipeline.ray_runtime import our_error
-from pipeline.run import Consoles, prepare, run
+from pipeline.run import Consoles, run
 from pipeline.store import Store
 
 CHUNK = 32

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jobs.report import main
+from pipeline.current import point
 from pipeline.reporting import charts
 from pipeline.reporting.charts import Axis, Frame, Point, Series
 from pipeline.reporting.facts import PromptFacts
@@ -35,6 +36,7 @@ def page(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     kept = Kept(tiny_model, folder / "store", kind="int8")
     shared = tokens_of(1, 64)
     kept.put({f"p{n}": shared + tokens_of(10 + n, 20 + 9 * n) for n in range(5)} | {HOSTILE: tokens_of(55, 200)})
+    point(kept.store, "tiny", "bf16", (kept.job.target, kept.job.profile), seen=None)
     write_run(kept.store, record(started="2026-11-01T10:00:00+00:00", ended="2026-11-01T10:02:00+00:00", model=HOSTILE))
     write_run(kept.store, record(verification_failures=2, outcome="failed"))
     kept.store.put_new("runs/20261130T000000Z-broken.json", b"{")
@@ -64,7 +66,8 @@ class Elements(HTMLParser):
 def test_the_page_says_what_the_store_holds(page: Path) -> None:
     found = Elements(page.read_text("utf-8"))
     text = " ".join(found.text.split())
-    assert "int8 closed, bf16" in text and "verification failures in 2 runs" in text
+    assert "int8 closed, bf16" in text and ("span", {"class": "badge good"}) in found.elements and "current" in text
+    assert "verification failures in 2 runs" in text
     # five prompts share two of their chunks
     assert "6 prompts need 26 chunks; 18 are stored, so sharing saves 31 %" in text
     assert "The most shared one is in 5 prompts" in text

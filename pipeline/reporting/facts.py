@@ -17,14 +17,16 @@ import pyarrow.compute as pc
 from codec.errors import DataError, KVCodecError, StorageError
 from pipeline import index
 from pipeline.catalogue import Generation, StoredPrompt, generations, read_generation, stored_prompts
+from pipeline.current import Pair, read_pointers
 from pipeline.health import Costs, Health
-from pipeline.paths import CURRENT, predictor_path, profile_path
+from pipeline.paths import predictor_path, profile_path
 from pipeline.runs import RunRecord, list_runs, read_run
 from pipeline.store import Store
 from pipeline.work import load_profile
 
 MOST_PROMPTS = 20_000  # read of a generation; those beyond would change no picture
 MOST_RUNS = 500  # the latest
+CURRENT = "current"
 _MOST_COUNT = 1 << 62
 _HEADER_BYTES = 1 << 20  # of a predictor's file: its description stands at its beginning
 _SUMS = ["raw_bytes", "stored_bytes", "header_bytes", "bytes_k", "bytes_v", "tokens", "scalars_k", "scalars_v"]
@@ -53,7 +55,7 @@ class GenerationFacts:
     model: str = "?"
     cache_format: str = "?"
     rung: str = "?"
-    current: bool = False
+    state: str = ""  # current, staged or replaced, as the model's pointer says; "" where none speaks of it
     chunks: int = 0
     sums: Counter[str] = field(default_factory=Counter)  # of the columns in _SUMS
     profile_bytes: int = 0
@@ -105,16 +107,16 @@ def gather(store: Store, tell: Note = lambda text: None) -> Facts:
     notes: list[str] = []
     runs = _runs(store, notes.append)
     rungs = {run.generation: run.rung for run in runs}
-    current = _current(store)
+    states = _states(store, notes.append)
     found = []
     for number, gen in enumerate(everything := list(generations(store).values())):
         tell(f"reading generation {number + 1} of {len(everything)}")
         facts = _generation(store, gen, notes.append)
         name = f"{facts.target}/{facts.profile}"
         facts.rung = rungs.get(name) or facts.rung
-        facts.current = any(gen.profile.hex() in text and gen.target.hex() in text for text in current)
+        facts.state = states.get((gen.target, gen.profile), "")
         found.append(facts)
-    found.sort(key=lambda one: (one.model, not one.current, -one.sums["stored_bytes"]))
+    found.sort(key=lambda one: (one.model, one.state != CURRENT, -one.sums["stored_bytes"]))
     return Facts(store.uri, found, runs, notes)
 
 
@@ -133,9 +135,13 @@ def _runs(store: Store, note: Note) -> list[RunRecord]:
     return out
 
 
-def _current(store: Store) -> list[str]:
-    """What the pointers say, as text: they name generations by target and profile."""
-    return [store.get(path, end=4096).decode(errors="replace") for path in store.list(CURRENT)]
+def _states(store: Store, note: Note) -> dict[Pair, str]:
+    """What the pointers of models say about generations."""
+    pointers = read_pointers(store)
+    for path, error in pointers.damaged.items():
+        note(f"{store.uri}/{path}: {error}")
+    found = dict.fromkeys(pointers.retired, "replaced") | dict.fromkeys(pointers.staged, "staged")
+    return found | dict.fromkeys(pointers.in_use, CURRENT)
 
 
 # ---------------------------------------------------------------- one generation
