@@ -11,9 +11,6 @@ from collections.abc import Iterator
 
 from tests.conftest import REPO_ROOT
 
-# What stands for something in a document, and a value of the kind that is meant.
-STAND_INS = {"URI": "s3://bucket/prefix", "…": ""}
-
 
 def jobs_in(command: str) -> Iterator[tuple[str, list[str]]]:
     """(job, its arguments) of every call of a job in a shell command; redirections and pipes end it."""
