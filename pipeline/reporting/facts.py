@@ -201,7 +201,7 @@ def layer_costs(table: pa.Table) -> tuple[Costs | None, int]:
         return None, 0
     values = {}
     for name in _LAYERS:
-        flat = table[name].combine_chunks().flatten().to_numpy()
+        flat = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         if len(pc.unique(pc.list_value_length(table[name]))) != 1:
             raise DataError(f"the rows' figures of layers in {name} are of several lengths")
         values[name] = flat.reshape(len(table), -1).astype(np.float64)
