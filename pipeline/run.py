@@ -26,7 +26,7 @@ from pipeline.corpus import list_corpus
 from pipeline.current import point, read_pointers, refuse_retired
 from pipeline.estimate import estimate
 from pipeline.heal import computed
-from pipeline.health import of_groups
+from pipeline.health import Health, of_groups
 from pipeline.lease import at_work
 from pipeline.metrics import Metrics
 from pipeline.options import Options
@@ -407,10 +407,7 @@ def _finish(
         raise DataError(f"{len(unseen)} chunks were stored but not verified, among them {next(iter(unseen)).hex()}")
     for message in outcome.failed.values():
         say(consoles.notes, f"failed: {message}")
-    health = None
-    if any(costs is not None for costs, _ in outcome.costs):
-        profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
-        health = of_groups(outcome.costs, profile)
+    health = _health(job, outcome)
     size = job.store.size(profile_path(job.profile))
     figures = report.make_report(plan, outcome, profile_bytes=size, bad_records=len(admitted.bad), health=health)
     title = f"{job.model.name}, {job.cache_format}, {job.predictor_kind} {job.loop} loop: {report.duration(seconds)}"
@@ -421,3 +418,11 @@ def _finish(
         report.write_report(prepared.options.report, figures)
     scalars = sum(c.scalars_k + c.scalars_v for c in (outcome.figures[key] for key in plan.chunks))
     return Ran(1 if outcome.failed else 0, job, figures, scalars)
+
+
+def _health(job: Job, outcome: Outcome) -> Health | None:
+    """Of the chunks that this run encoded, None without any."""
+    if all(costs is None for costs, _ in outcome.costs):
+        return None  # then the profile need not be read
+    profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
+    return of_groups(outcome.costs, profile)
