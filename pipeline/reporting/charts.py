@@ -61,7 +61,7 @@ class Axis:
         """Round values within the range."""
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-            parts = (1, 2, 5) if last - first <= 3 else (1,)
+            parts = (1, 2, 5) if self.high <= 2000 * self.low else (1,)
             every = [m * 10.0**e for e in range(first, last + 1) for m in parts]
             inside = [value for value in every if self.low <= value <= self.high]
             return inside[:: max(1, math.ceil(len(inside) / (2 * most)))]
