@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import GRACE, add_store, seconds
-from jobs.exits import exit_status
+from jobs.arguments import GRACE, add_log, add_store, seconds
+from jobs.exits import run_job
+from jobs.notes import Notes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,17 +36,16 @@ def parser() -> argparse.ArgumentParser:
     add("--repair", action="store_true", help="put aside or delete what is wrong, so that the next job makes it again")
     add("--grace", type=seconds, default=GRACE, metavar="TIME", help="younger orphans are left alone (default: 24h)")
     add("--device", default="cpu", metavar="DEVICE", help="where --deep decodes: cpu, cuda (default: cpu)")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, verify, and turn errors into one sentence and an exit status."""
-    given = parser().parse_args(arguments)
-    return exit_status(lambda: verify(given), debug=given.debug)
+    """Read the options, verify, and turn errors into one sentence and an exit status."""
+    return run_job(parser(), arguments, lambda given: verify(given.namespace, Notes(given, "verify")))
 
 
-def verify(given: argparse.Namespace) -> int:
+def verify(given: argparse.Namespace, notes: Console) -> int:
     """Look, decode if asked to, list, repair if asked to."""
     from pipeline.audit import KINDS, audit
     from pipeline.deep import decode_store
@@ -54,9 +54,10 @@ def verify(given: argparse.Namespace) -> int:
     from pipeline.report import say, show_rows
     from pipeline.store import Store
 
-    notes, result = Console(stderr=True), Console()
+    result = Console()
     sample = Verify.parse("all" if given.sample == 1 else f"sample:{given.sample}")
     store = Store.open(given.store, create=False)
+    say(notes, f"verifying {store.uri}")
     found = audit(
         store, grace=given.grace, selects=sample.selects, model=given.model, target=given.target, checksums=given.deep
     )

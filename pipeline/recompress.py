@@ -39,6 +39,7 @@ class RecompressOptions:
 
     store: str
     model: str | None = None
+    lora: str | None = None
     source: str | None = None
     name: str | None = None
     prompts: str | None = None
@@ -100,6 +101,7 @@ class RecompressOptions:
             model=self.model or "",
             corpus=self.prompts or "",
             store=self.store,
+            lora=self.lora,
             predictor=predictor,
             loop=self.loop or made.loop,
             coder=self.coder or made.coder,
@@ -130,7 +132,7 @@ def recompress(options: RecompressOptions, consoles: Consoles) -> int:
     """
     options.check()
     store = Store.open(options.store, create=False)
-    model = resolve_model(options.model) if options.model is not None else None
+    model = resolve_model(options.model, options.lora) if options.model is not None else None
     name = options.name or (model.name if model and not options.source else None)
     old = find_replaced(store, name, options.source, options.cache_dtype)
     if options.name is None and model is not None:

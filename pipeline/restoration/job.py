@@ -141,7 +141,7 @@ def _restore(
         for outcome in pool.run(batches):
             totals.add(outcome)
             for note in outcome.notes if outcome.damaged else ():
-                say(notes, f"{outcome.id}: {note}")
+                say(notes, f"{outcome.id}: {note}", prompt=outcome.id)
     totals.bad = records.bad
     if pool.replaced:
         say(notes, f"{pool.replaced} decode actors were replaced")
