@@ -46,23 +46,24 @@ def test_flags_go_before_the_environment_before_the_file_before_defaults(config:
 
 def test_what_a_job_goes_by_is_shown_with_where_it_came_from(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text("model: M\ncorpus: s3://me:hush@bucket/x\n")
-    read(config, "--store", "S").show(Console(width=200))
+    given = read(config, "--store", "S")
+    given.show(Console(width=200))
     text = capsys.readouterr().out
-    assert f"  model             M  (config {config})" in text and "S  (flag)" in text and "256  (default)" in text
-    assert "hush" not in text and len(text.splitlines()) == len(read(config, "--store", "S").values)
+    assert f"  model            M  (config {config})" in text and "S  (flag)" in text and "256  (default)" in text
+    assert "hush" not in text and len(text.splitlines()) == len(given.values)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("modle: M", "unknown key 'modle'; did you mean model?"),
-        ("zzz: 1", "unknown key 'zzz'; known are model, corpus"),
+        ("zzz: 1", "unknown key 'zzz'; known are model, lora"),
         ("debug: true", "unknown key 'debug'"),
         ("chunk-tokens: many", r"job.yaml: --chunk-tokens: invalid int value: 'many'"),
         ("loop: ajar", "--loop: invalid choice: 'ajar'"),
         ("skip-bad: perhaps", "skip-bad must be true or false, not 'perhaps'"),
         ("limit: [1, 2]", "limit takes one value, not a list"),
-        ("model: {a: 1}", "model takes a name or a number"),
+        ("corpus: {a: 1}", "corpus takes a name or a number"),
         ("limit: 3\nlimit-: 4", "unknown key 'limit-'"),
         ("skip-bad: true\nskip_bad: true", "gives skip_bad twice"),
         ("- a", "must hold keys and values"),

@@ -25,7 +25,7 @@ from pipeline.render import BadPrompt, token_ids
 from pipeline.report import duration, say
 from pipeline.restoration.batch import Outcome, Request
 from pipeline.restoration.catalogue import MAX_TOKENS, Catalogue, token_array
-from pipeline.restoration.files import file_name
+from pipeline.restoration.files import file_name, stored_target
 from pipeline.restoration.pool import DecodePool, PoolSettings, make_batches
 from pipeline.restoration.span import parse_range
 from pipeline.restoration.targets import find_target
@@ -186,6 +186,11 @@ def _requests(
         totals.asked += 1
         path = out / file_name(identity)
         if path.exists() and not options.overwrite:
+            if (target := stored_target(path)) != catalogue.target.hex():
+                raise UserError(
+                    f"the file {path} holds the cache of target {target[:16]}, and readers follow {catalogue.target.hex()[:16]} now; pass "
+                    "--overwrite or another --out"
+                )
             totals.kept += 1
             continue
         matches, found = catalogue.find(array, salt)
