@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from codec.errors import UserError
 from pipeline.calibration import find_profile
-from pipeline.current import Pair, point, stage
+from pipeline.current import point, point_first, read_pointers, stage
 from pipeline.lease import at_work
 from pipeline.model_source import ModelSource, resolve_model
 from pipeline.options import DEFAULT_FP8_SCALE, FP8_FORMATS, Options
@@ -133,29 +133,39 @@ def recompress(options: RecompressOptions, consoles: Consoles) -> int:
     options.check()
     store = Store.open(options.store, create=False)
     model = resolve_model(options.model, options.lora) if options.model is not None else None
-    name = options.name or (model.name if model and not options.source else None)
+    name = options.name or (model.name if model is not None else None)
     old = find_replaced(store, name, options.source, options.cache_dtype)
-    if options.name is None and model is not None:
-        old = replace(old, name=model.name)
     wanted = options.job_options(old)
     work = _Recode(store, old, wanted, model) if options.codec_only else _Retell(old, wanted, options)
-    if work.unchanged(options.rung_given):
+    shown = old.seen is not None or options.name is None  # a new name has to be pointed somewhere
+    if shown and work.unchanged(options.rung_given):
         say(consoles.result, f"unchanged: readers of {old.name} have this generation of target {old.target.hex()[:16]}")
         return 0
     lease: AbstractContextManager[None] = nullcontext() if options.dry_run else at_work(store)
     with lease, recorded("recompress", work.job, wanted, asdict(options)) as record:
-        ran = work.run(consoles, lambda job: stage(store, old.name, job.cache_format, (job.target, job.profile)))
+        ran = work.run(consoles, lambda job: _hide(store, old, job))
         if ran.status == 0 and not options.dry_run:
             _show(store, old, ran.job, consoles)
         record(ran)
     return ran.status
 
 
+def _hide(store: Store, old: Replaced, job: Job) -> None:
+    """Hide the new generation, and see to it that readers who ask for the name know which one they are to follow."""
+    main = old.generations[0]
+    if old.name in main.models:
+        point_first(store, old.name, old.cache_format, (main.target, main.profile))
+    stage(store, old.name, job.cache_format, (job.target, job.profile))
+
+
 def _show(store: Store, old: Replaced, job: Job, consoles: Consoles) -> None:
-    """Move the pointer. Only generations in the same format are replaced: others have a pointer of their own."""
-    pair: Pair = job.target, job.profile
-    same = job.cache_format == old.cache_format
-    point(store, old.name, job.cache_format, pair, replaces=old.pairs if same else (), seen=old.seen if same else None)
+    """Move the pointer. What readers of other names or in other formats follow is not replaced."""
+    same = job.cache_format == old.cache_format and not old.shared
+    seen = set(old.pairs)
+    if job.cache_format != old.cache_format or (old.seen is not None and old.seen.pair not in seen):
+        now = read_pointers(store).current(old.name, job.cache_format)
+        seen |= set() if now is None else {now.pair}
+    point(store, old.name, job.cache_format, (job.target, job.profile), replaces=old.pairs if same else (), seen=seen)
     say(
         consoles.result,
         f"readers of {old.name} now follow target {job.target.hex()[:16]}, profile {job.profile.hex()[:16]}"

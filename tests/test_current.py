@@ -9,7 +9,7 @@ import pytest
 
 from codec.errors import UserError
 from pipeline.audit import audit
-from pipeline.current import IN_USE, STAGED, Entry, point, read_pointers, refuse_retired, stage
+from pipeline.current import IN_USE, STAGED, Entry, point, point_first, read_pointers, refuse_retired, stage
 from pipeline.store import Store
 
 T1, T2, P1, P2, P3 = (bytes([n]) * 32 for n in range(1, 6))
@@ -25,7 +25,8 @@ def now(store: Store, model: str = "m") -> Entry | None:
 
 
 def move(store: Store, pair: tuple[bytes, bytes], *replaces: tuple[bytes, bytes]) -> None:
-    point(store, "m", "bf16", pair, replaces=replaces, seen=now(store))
+    entry = now(store)
+    point(store, "m", "bf16", pair, replaces=replaces, seen=[] if entry is None else [entry.pair])
 
 
 def test_a_new_model_is_hidden_until_readers_are_pointed_to_it(store: Store) -> None:
@@ -65,12 +66,16 @@ def test_going_back_takes_a_generation_up_again(store: Store) -> None:
 
 def test_a_pointer_that_was_moved_meanwhile_is_left(store: Store) -> None:
     move(store, (T1, P1))
-    seen = now(store)
+    seen = [(T1, P1)]
     move(store, (T2, P2), (T1, P1))
     with pytest.raises(UserError, match="were pointed to another generation meanwhile"):
         point(store, "m", "bf16", (T1, P3), replaces=[(T1, P1)], seen=seen)
     point(store, "m", "bf16", (T2, P2), replaces=[(T1, P1)], seen=seen)  # the same move again
+    assert read_pointers(store).logs == point_first(store, "m", "bf16", (T1, P1)).logs, "readers follow one already"
     assert len(list(store.list("current"))) == 2
+    point_first(store, "n", "bf16", (T1, P1))
+    entry = now(store, "n")
+    assert entry is not None and entry.pair == (T1, P1)
 
 
 def test_damaged_entries_count_for_nothing_and_are_reported(store: Store) -> None:

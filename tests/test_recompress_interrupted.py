@@ -15,7 +15,7 @@ import pipeline
 from pipeline import recompress as module
 from pipeline.audit import audit
 from pipeline.collect import collect
-from pipeline.current import point, read_pointers
+from pipeline.current import point_first, read_pointers
 from pipeline.deep import decode_store
 from pipeline.model_source import resolve_model
 from pipeline.recompress import RecompressOptions, recompress
@@ -54,7 +54,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     model = write_tiny_llama(folder / "mymodel")
     write_tokenizer(model)
     made = make(options_of(model, folder))
-    point(made.store, "mymodel", "bf16", (made.job.target, made.job.profile), seen=None)
+    point_first(made.store, "mymodel", "bf16", (made.job.target, made.job.profile))
     truth = {made.job.target: caches(made.store, made.job.target.hex())}
     write_tiny_llama(model, seed=5)
     other = tmp_path_factory.mktemp("other")

@@ -12,7 +12,7 @@ import pytest
 
 from codec.errors import UserError
 from jobs.verify import main as verify
-from pipeline.current import point, read_pointers
+from pipeline.current import point_first, read_pointers
 from pipeline.runs import list_runs, read_run
 from pipeline.store import Store
 from tests.conftest import REPO_ROOT, write_tiny_llama, write_tokenizer
@@ -47,7 +47,7 @@ def test_a_job_that_is_killed_is_finished_by_the_next_one(tmp_path: Path, capsys
     write_tokenizer(model)
     made = make(options_of(model, tmp_path, [*RECORDS, {"id": "t", "text": "hush hush, said the fox. " * 9}]))
     store, old = made.store, (made.job.target, made.job.profile)
-    point(store, "mymodel", "bf16", old, seen=None)
+    point_first(store, "mymodel", "bf16", old)
     write_tiny_llama(model, seed=5)
     config = tmp_path / "job.yaml"
     config.write_text(f"model: {model}\nactors: 1\n")
