@@ -19,8 +19,9 @@ from pipeline.current import point, point_first, read_pointers, stage
 from pipeline.lease import at_work
 from pipeline.model_source import ModelSource, resolve_model
 from pipeline.options import DEFAULT_FP8_SCALE, FP8_FORMATS, Options
+from pipeline.paths import index_prefix
 from pipeline.prepare import prepare
-from pipeline.recode import check_same_bits, prepare_recode, recode_job
+from pipeline.recode import check_same_bits, prepare_recode, read_again, recode_job
 from pipeline.recording import Ran, recorded
 from pipeline.replaced import Replaced, find_replaced
 from pipeline.report import say
@@ -155,7 +156,8 @@ def _hide(store: Store, old: Replaced, job: Job) -> None:
     main = old.generations[0]
     if old.name in main.models:
         point_first(store, old.name, old.cache_format, (main.target, main.profile))
-    stage(store, old.name, job.cache_format, (job.target, job.profile))
+    if next(store.list(index_prefix(job.target, job.profile)), None) is None:  # what readers have been shown stays
+        stage(store, old.name, job.cache_format, (job.target, job.profile))
 
 
 def _show(store: Store, old: Replaced, job: Job, consoles: Consoles) -> None:
@@ -218,15 +220,20 @@ class _Recode:
         return self._old.pairs == {(self.job.target, self.job.profile)}
 
     def run(self, consoles: Consoles, before_encode: Hook) -> Ran:
-        """Run the job on every generation that is replaced."""
+        """Run the job on every generation that is replaced, until no chunk has come to them meanwhile."""
         others = [gen for gen in self._old.generations if gen.profile != self.job.profile]
-        old, last = replace(self._old, generations=others), Ran(0, self.job, {})
-        left: set[bytes] = set()
-        for prepared in prepare_recode(self._store, old, self._wanted, self._model, left):
-            ran = carry_out(prepared, consoles, before_encode)
-            last = last.plus(ran)
-            if ran.status:
-                return last
-        if not self._wanted.dry_run:
-            check_same_bits(self._store, old, last.job, left)
-        return last
+        total = Ran(0, self.job, {})
+        while True:
+            left: set[bytes] = set()
+            for prepared in prepare_recode(self.job, others, self._wanted, self._model, left):
+                total = total.plus(carry_out(prepared, consoles, before_encode))
+                if total.status:
+                    return total
+            if self._wanted.dry_run:
+                return total
+            check_same_bits(total.job, others, left)
+            now = [read_again(self._store, gen) for gen in others]
+            if all(new.rows.keys() <= old.rows.keys() for new, old in zip(now, others, strict=True)):
+                return total
+            say(consoles.notes, "chunks were added to the old generation meanwhile; going on with these")
+            others = now
