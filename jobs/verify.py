@@ -50,11 +50,13 @@ def verify(given: argparse.Namespace, notes: Console) -> int:
     from pipeline.audit import KINDS, audit
     from pipeline.deep import decode_store
     from pipeline.options import Verify
+    from pipeline.recording import record_audit
     from pipeline.repair import repair
     from pipeline.report import say, show_rows
+    from pipeline.runs import new_run
     from pipeline.store import Store
 
-    result = Console()
+    result, begun = Console(), new_run()
     sample = Verify.parse("all" if given.sample == 1 else f"sample:{given.sample}")
     store = Store.open(given.store, create=False)
     say(notes, f"verifying {store.uri}")
@@ -63,6 +65,7 @@ def verify(given: argparse.Namespace, notes: Console) -> int:
     )
     if given.deep:
         decode_store(found, given.device, progress(notes))
+    record_audit(found, begun, vars(given))
     for fault in found.faults:
         say(result, f"{fault.kind}: {fault.path}: {fault.cause}")
     rows = [("generations", f"{len(found.generations):,}"), ("index rows", f"{found.rows:,}")]
