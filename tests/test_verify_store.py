@@ -25,6 +25,7 @@ from pipeline.options import Options
 from pipeline.paths import predictor_path, profile_path
 from pipeline.removal import drop_chain, drop_rows
 from pipeline.repair import repair
+from pipeline.runs import list_runs, read_run
 from tests.conftest import REPO_ROOT
 from tests.made_store import RECORDS, Made, ShakenActor, files, make, make_old, options_of, overwrite
 
