@@ -186,7 +186,8 @@ def carried_out(prepared: Prepared, consoles: object, before_encode: Callable[[J
     outcome = Outcome.of(results, before.figures)
     figures = make_report(plan, outcome, profile_bytes=0, bad_records=0)
     assert not prepared.whole or outcome.verified | outcome.failed.keys() == plan.chunks.keys()
-    return Ran(1 if outcome.failed else 0, job, figures)
+    scalars = sum(chunk.scalars_k + chunk.scalars_v for chunk in outcome.figures.values())
+    return Ran(1 if outcome.failed else 0, job, figures, scalars)
 
 
 def planned(job: Job, prompts: list[Prompt]) -> tuple[Committed, Plan]:

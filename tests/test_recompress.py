@@ -134,7 +134,7 @@ def test_new_weights_under_the_same_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert same(site.restored(A).load(), second) and site.whole()
     collect(site.store, 3600.0, lambda text: None)
     assert len(list(site.store.list("predictors"))) == 1
-    records = [read_run(site.store, path) for path in list_runs(site.store)]
+    records = [r for path in list_runs(site.store) if (r := read_run(site.store, path)).job != "verify"]
     assert sorted((r.job, r.outcome) for r in records) == [
         ("compress", "ok"), ("compress", "ok"), ("recompress", "failed"), ("recompress", "ok"),
     ]  # fmt: skip
@@ -213,7 +213,10 @@ def test_a_damaged_old_chunk_moves_no_pointer(tmp_path: Path) -> None:
     assert site.compress() == 0 and site.compress(predictor="fp8", limit=1) == 0
     before = read_pointers(site.store).current("mymodel", "bf16")
     assert before is not None
-    path = next(p for p in site.store.list(f"blobs/{before.target.hex()}/{before.profile.hex()}"))
+    several: dict[str, list[str]] = {}
+    for path in site.store.list("blobs"):
+        several.setdefault(path.rpartition("/")[2], []).append(path)
+    path = next(paths[0] for paths in several.values() if len(paths) == 1)  # not in the new generation yet
     data = site.store.get(path)
     site.store.delete(path)
     site.store.put_new(path, data[:-20] + bytes(20))
