@@ -33,6 +33,20 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", required=True, metavar="URI", help="the store: a folder or s3://bucket/prefix")
 
 
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    """--lora."""
+    parser.add_argument(
+        "--lora", metavar="FOLDER", help="a LoRA adapter (safetensors) to merge into the model's weights"
+    )
+
+
+def add_log(parser: argparse.ArgumentParser) -> None:
+    """--log-json."""
+    parser.add_argument(
+        "--log-json", action="store_true", help="say on standard error what happens as JSON, an object a line"
+    )
+
+
 def add_loop(parser: argparse.ArgumentParser) -> None:
     """--loop and --window."""
     parser.add_argument(

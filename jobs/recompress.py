@@ -21,8 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import add_store
-from jobs.exits import exit_status
+from jobs.arguments import add_log, add_lora, add_store
+from jobs.configuration import Given
+from jobs.exits import run_job
+from jobs.notes import Notes
 from pipeline.options import CACHE_FORMATS, CODERS, DEVICES, FP8_SCALES, LOOPS, PREDICTORS
 
 
@@ -32,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument
     add_store(p)
     add("--model", metavar="MODEL", help="the new target: a folder, a GGUF file or a hub id")
+    add_lora(p)
     add(
         "--from",
         dest="source",
@@ -67,27 +70,24 @@ def parser() -> argparse.ArgumentParser:
     add("--shared-fs", action="store_true", help="a local store path is the same file system on every node")
     add("--report", metavar="FILE.json", help="write the figures as JSON")
     add("--max-store-bytes", metavar="SIZE", help="stop before the store holds more than this, such as 500GB")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run the job, and turn errors into one sentence and an exit status."""
-    given = vars(parser().parse_args(arguments))
-    debug = given.pop("debug")
+    """Read the options, run the job, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; readers have what they had before, run the job again to go on"
-    return exit_status(lambda: work(given), debug=debug, interrupted=stopped)
+    return run_job(parser(), arguments, work, interrupted=stopped)
 
 
-def work(given: dict[str, object]) -> int:
+def work(given: Given) -> int:
     """Run the job."""
     from pipeline.recompress import RecompressOptions, recompress  # takes seconds
     from pipeline.run import Consoles
 
-    salts = given.pop("salt_env")
-    assert isinstance(salts, list)
-    options = RecompressOptions(**given, salt_env=tuple(salts))  # type: ignore[arg-type]
-    return recompress(options, Consoles(notes=Console(stderr=True), result=Console()))
+    values = given.without("log_json")
+    options = RecompressOptions(**(values | {"salt_env": tuple(values["salt_env"])}))
+    return recompress(options, Consoles(notes=Notes(given, "recompress"), result=Console()))
 
 
 if __name__ == "__main__":

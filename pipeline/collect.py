@@ -65,8 +65,9 @@ def find_garbage(store: Store, grace: float) -> Collection:
     found.items += [Item("quarantine", entry) for entry in store.entries(QUARANTINE) if entry.modified <= before]
     everything = list(generations(store).values())
     pointers = read_pointers(store)
-    gone = [gen for gen in everything if _is_over(store, gen, pointers, before)]
-    everything = [gen for gen in everything if gen not in gone]
+    over = [_is_over(store, gen, pointers, before) for gen in everything]
+    gone = [gen for gen, yes in zip(everything, over, strict=True) if yes]
+    everything = [gen for gen, yes in zip(everything, over, strict=True) if not yes]
     for gen in everything:
         read_generation(store, gen)
         parts = read_parts(store, gen.target, gen.profile)

@@ -16,7 +16,7 @@ of one target, and of that target's generations that are neither staged nor reti
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -104,11 +104,14 @@ class Pointers:
         found = {fmt: self.current(name, fmt) for name, fmt in self.logs if name == model}
         return {fmt: entry for fmt, entry in found.items() if entry is not None}
 
+    def current_entries(self) -> list[Entry]:
+        """What is current, of all models and formats."""
+        return [entry for entry in (self.current(*name) for name in self.logs) if entry is not None]
+
     @property
     def in_use(self) -> set[Pair]:
         """Generations that some pointer names as current now."""
-        found = (self.current(*name) for name in self.logs)
-        return {entry.pair for entry in found if entry is not None}
+        return {entry.pair for entry in self.current_entries()}
 
     @property
     def retired(self) -> dict[Pair, Entry]:
@@ -185,12 +188,22 @@ def stage(store: Store, model: str, cache_format: str, pair: Pair) -> None:
             return
 
 
+def point_first(store: Store, model: str, cache_format: str, pair: Pair) -> Pointers:
+    """Let readers follow a generation, unless they follow one already. What the pointers were before."""
+    while True:
+        pointers = read_pointers(store)
+        if pointers.current(model, cache_format) is not None:
+            return pointers
+        if _append(store, pointers, model, cache_format, IN_USE, pair, ()):
+            return pointers
+
+
 def point(
-    store: Store, model: str, cache_format: str, pair: Pair, *, replaces: Iterable[Pair] = (), seen: Entry | None
+    store: Store, model: str, cache_format: str, pair: Pair, *, replaces: Iterable[Pair], seen: Collection[Pair]
 ) -> None:
     """Let readers follow a generation that is complete and verified.
 
-    replaces: generations that are retired by that. seen: what was current when the work for this began.
+    replaces: generations that are retired by that. seen: those that may be current, as the work for this began with them.
 
     Raises:
         UserError: another job has moved the pointer meanwhile, to another generation.
@@ -202,7 +215,7 @@ def point(
         now = pointers.current(model, cache_format)
         if now is not None and now.pair == pair and set(old) <= pointers.retired.keys():
             return
-        if now is not None and now.pair not in (pair, None if seen is None else seen.pair):
+        if now is not None and now.pair not in {pair, *seen}:
             raise UserError(
                 f"readers of {model!r} were pointed to another generation meanwhile ({now.target.hex()[:16]}, {now.path}); run "
                 "again to recompress from that one"

@@ -72,6 +72,7 @@ class Options:
     cache_dtype: str | None = None
     fp8_scale: str | None = None  # None: DEFAULT_FP8_SCALE where the cache is FP8
     chunk_tokens: int = 256
+    lora: str | None = None
     calibration: str | None = None
     actors: int | None = None
     device: str = "auto"

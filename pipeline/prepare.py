@@ -62,7 +62,7 @@ def prepare(options: Options, retelling: Retelling | None = None) -> Prepared:
     files = list_corpus(options.corpus) if retelling is None else []
     if options.calibration is not None:
         list_corpus(options.calibration)
-    model = resolve_model(options.model)
+    model = resolve_model(options.model, options.lora)
     config = load_config(model)
     choice = choose(options.predictor, options.loop, options.window, config)
     check_cache(hf_config(model), model)

@@ -6,7 +6,7 @@ it does not, the target's files are needed once more, to calibrate; the bits tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import codec
@@ -24,41 +24,42 @@ from pipeline.work import Decoded, Job, load_predictor, load_profile
 
 
 def prepare_recode(
-    store: Store, old: Replaced, options: Options, model: ModelSource | None, left: set[bytes]
+    job: Job, old: Sequence[Generation], options: Options, model: ModelSource | None, left: set[bytes]
 ) -> Iterator[Prepared]:
     """What is to be run, one after another: a run a generation and chunk size; each sees what those before it have stored.
 
-    model: the target's files, if they are there. left: gets the keys of chunks that the new generation holds with other bits, or
-    that follow from such.
+    job: as `recode_job` gives it; model: the target's files, if they are there. left: gets the keys of chunks that the new generation
+    holds with other bits, or that follow from such.
 
     Raises:
-        UserError: the store has no calibration for what is asked for, and there are no files to make one from.
         DataError: chunks are not made of any prompt that is stored, so they cannot be decoded.
     """
-    job = recode_job(store, old, options, model)
-    for gen in old.generations:
+    size = sum(file.stat().st_size for file in weight_files(model)) if model else 0
+    for gen in old:
+        facts = load_profile(job.store, gen.profile, target=gen.target, cache_format=job.cache_format).facts
+        predictor = bytes.fromhex(facts.predictor)
+        config = {
+            "num_hidden_layers": facts.layers, "num_attention_heads": facts.kv_heads, "num_key_value_heads": facts.kv_heads,
+            "head_dim": facts.head_dim,
+        }  # fmt: skip
+        memory = size + job.store.size(predictor_path(predictor))
         for step in sorted({row.chunk_tokens for rows in gen.rows.values() for row in rows}):
-            decoded = Decoded(next(iter(gen.rows.values()))[0].predictor, gen.profile)
-            prompts, others = prompts_of(store, gen, step, new_digests(store, find_profile(job) or job))
+            prompts, others = prompts_of(job.store, gen, step, new_digests(find_profile(job) or job))
             left |= others
-            notes = (
-                (f"{len(others):,} chunks are stored with other bits already and stay as they are",) if others else ()
-            )
-            if not prompts:
-                continue
-            facts = load_profile(store, gen.profile, target=gen.target, cache_format=old.cache_format).facts
-            heads = facts.kv_heads
-            config = {
-                "num_hidden_layers": facts.layers, "num_attention_heads": heads, "num_key_value_heads": heads,
-                "head_dim": facts.head_dim,
-            }  # fmt: skip
-            size = store.size(predictor_path(decoded.predictor))
-            size += sum(file.stat().st_size for file in weight_files(model)) if model else 0
-            run = replace(job, chunk_tokens=step, decoded=decoded)
-            admitted = Admitted(prompts, [], 0)
-            yield Prepared(
-                replace(options, chunk_tokens=step), run, config, [], "", size, True, notes, None, admitted, whole=True
-            )
+            note = f"{len(others):,} chunks are stored with other bits already and stay as they are"
+            if prompts:
+                yield Prepared(
+                    replace(options, chunk_tokens=step),
+                    replace(job, chunk_tokens=step, decoded=Decoded(predictor, gen.profile)),
+                    config,
+                    [],
+                    "",
+                    memory,
+                    True,
+                    (note,) if others else (),
+                    admitted=Admitted(prompts, [], 0),
+                    whole=True,
+                )
 
 
 def recode_job(store: Store, old: Replaced, options: Options, model: ModelSource | None) -> Job:
@@ -104,11 +105,18 @@ def _with_coder(job: Job, coder: str) -> Job:
     return offer_profile(replace(job, coder=coder), made.id)
 
 
-def new_digests(store: Store, job: Job) -> dict[bytes, bytes]:
+def read_again(store: Store, gen: Generation) -> Generation:
+    """A generation as it is now, without its blobs."""
+    found = Generation(gen.target, gen.profile)
+    read_generation(store, found)
+    return found
+
+
+def new_digests(job: Job) -> dict[bytes, bytes]:
     """Key -> digest of the chain's bits, of what is in the new generation already."""
     gen = Generation(job.target, job.profile)
     if job.profile:
-        read_generation(store, gen)
+        read_generation(job.store, gen)
     return {key: rows[0].chain_digest for key, rows in gen.rows.items()}
 
 
@@ -158,12 +166,12 @@ def _differs(row: Row, known: Mapping[bytes, bytes]) -> bool:
     return known.get(row.key, row.chain_digest) != row.chain_digest
 
 
-def check_same_bits(store: Store, old: Replaced, job: Job, left: set[bytes]) -> None:
+def check_same_bits(job: Job, old: Sequence[Generation], left: set[bytes]) -> None:
     """Raise DataError unless every chunk that was in use is in the new generation with the same bits, except those left out."""
-    made = new_digests(store, job)
-    for key, rows in ((key, rows) for gen in old.generations for key, rows in gen.rows.items() if key not in left):
+    made = new_digests(job)
+    for key, rows in ((key, rows) for gen in old for key, rows in gen.rows.items() if key not in left):
         if made.get(key) not in {row.chain_digest for row in rows}:
             what = "other bits" if key in made else "no row"
             raise DataError(
-                f"the new generation has {what} for chunk {key.hex()}; readers stay with the old one, run again"
+                f"the new generation in {job.store.uri} has {what} for chunk {key.hex()}; readers stay with the old one, run again"
             )

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, replace
 
 from codec.errors import UserError
 from pipeline.calibration import find_profile
-from pipeline.current import Pair, point, stage
+from pipeline.current import point, point_first, read_pointers, stage
 from pipeline.lease import at_work
 from pipeline.model_source import ModelSource, resolve_model
 from pipeline.options import DEFAULT_FP8_SCALE, FP8_FORMATS, Options
+from pipeline.paths import index_prefix
 from pipeline.prepare import prepare
-from pipeline.recode import check_same_bits, prepare_recode, recode_job
+from pipeline.recode import check_same_bits, prepare_recode, read_again, recode_job
 from pipeline.recording import Ran, recorded
 from pipeline.replaced import Replaced, find_replaced
 from pipeline.report import say
@@ -39,6 +40,7 @@ class RecompressOptions:
 
     store: str
     model: str | None = None
+    lora: str | None = None
     source: str | None = None
     name: str | None = None
     prompts: str | None = None
@@ -100,6 +102,7 @@ class RecompressOptions:
             model=self.model or "",
             corpus=self.prompts or "",
             store=self.store,
+            lora=self.lora,
             predictor=predictor,
             loop=self.loop or made.loop,
             coder=self.coder or made.coder,
@@ -130,30 +133,41 @@ def recompress(options: RecompressOptions, consoles: Consoles) -> int:
     """
     options.check()
     store = Store.open(options.store, create=False)
-    model = resolve_model(options.model) if options.model is not None else None
-    name = options.name or (model.name if model and not options.source else None)
+    model = resolve_model(options.model, options.lora) if options.model is not None else None
+    name = options.name or (model.name if model is not None else None)
     old = find_replaced(store, name, options.source, options.cache_dtype)
-    if options.name is None and model is not None:
-        old = replace(old, name=model.name)
     wanted = options.job_options(old)
     work = _Recode(store, old, wanted, model) if options.codec_only else _Retell(old, wanted, options)
-    if work.unchanged(options.rung_given):
+    shown = old.seen is not None or options.name is None  # a new name has to be pointed somewhere
+    if shown and work.unchanged(options.rung_given):
         say(consoles.result, f"unchanged: readers of {old.name} have this generation of target {old.target.hex()[:16]}")
         return 0
     lease: AbstractContextManager[None] = nullcontext() if options.dry_run else at_work(store)
     with lease, recorded("recompress", work.job, wanted, asdict(options)) as record:
-        ran = work.run(consoles, lambda job: stage(store, old.name, job.cache_format, (job.target, job.profile)))
+        ran = work.run(consoles, lambda job: _hide(store, old, job))
         if ran.status == 0 and not options.dry_run:
             _show(store, old, ran.job, consoles)
         record(ran)
     return ran.status
 
 
+def _hide(store: Store, old: Replaced, job: Job) -> None:
+    """Hide the new generation, and see to it that readers who ask for the name know which one they are to follow."""
+    main = old.generations[0]
+    if old.name in main.models:
+        point_first(store, old.name, old.cache_format, (main.target, main.profile))
+    if next(store.list(index_prefix(job.target, job.profile)), None) is None:  # what readers have been shown stays
+        stage(store, old.name, job.cache_format, (job.target, job.profile))
+
+
 def _show(store: Store, old: Replaced, job: Job, consoles: Consoles) -> None:
-    """Move the pointer. Only generations in the same format are replaced: others have a pointer of their own."""
-    pair: Pair = job.target, job.profile
-    same = job.cache_format == old.cache_format
-    point(store, old.name, job.cache_format, pair, replaces=old.pairs if same else (), seen=old.seen if same else None)
+    """Move the pointer. What readers of other names or in other formats follow is not replaced."""
+    same = job.cache_format == old.cache_format and not old.shared
+    seen = set(old.pairs)
+    if job.cache_format != old.cache_format or (old.seen is not None and old.seen.pair not in seen):
+        now = read_pointers(store).current(old.name, job.cache_format)
+        seen |= set() if now is None else {now.pair}
+    point(store, old.name, job.cache_format, (job.target, job.profile), replaces=old.pairs if same else (), seen=seen)
     say(
         consoles.result,
         f"readers of {old.name} now follow target {job.target.hex()[:16]}, profile {job.profile.hex()[:16]}"
@@ -206,15 +220,20 @@ class _Recode:
         return self._old.pairs == {(self.job.target, self.job.profile)}
 
     def run(self, consoles: Consoles, before_encode: Hook) -> Ran:
-        """Run the job on every generation that is replaced."""
+        """Run the job on every generation that is replaced, until no chunk has come to them meanwhile."""
         others = [gen for gen in self._old.generations if gen.profile != self.job.profile]
-        old, last = replace(self._old, generations=others), Ran(0, self.job, {})
-        left: set[bytes] = set()
-        for prepared in prepare_recode(self._store, old, self._wanted, self._model, left):
-            ran = carry_out(prepared, consoles, before_encode)
-            last = last.plus(ran)
-            if ran.status:
-                return last
-        if not self._wanted.dry_run:
-            check_same_bits(self._store, old, last.job, left)
-        return last
+        total = Ran(0, self.job, {})
+        while True:
+            left: set[bytes] = set()
+            for prepared in prepare_recode(self.job, others, self._wanted, self._model, left):
+                total = total.plus(carry_out(prepared, consoles, before_encode))
+                if total.status:
+                    return total
+            if self._wanted.dry_run:
+                return total
+            check_same_bits(total.job, others, left)
+            now = [read_again(self._store, gen) for gen in others]
+            if all(new.rows.keys() <= old.rows.keys() for new, old in zip(now, others, strict=True)):
+                return total
+            say(consoles.notes, "chunks were added to the old generation meanwhile; going on with these")
+            others = now

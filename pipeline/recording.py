@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from codec.errors import KVCodecError
+from pipeline.audit import Audit
 from pipeline.options import Options
 from pipeline.runs import FAILED, OK, RunRecord, new_run, now, plain_options, write_run
 from pipeline.store import StoreFull
@@ -82,3 +83,35 @@ def recorded(
         raise
     for ran in () if options.dry_run else done:
         write(ran, FAILED if ran.status else OK)
+
+
+def record_audit(found: Audit, begun: tuple[str, str], given: Mapping[str, Any]) -> None:
+    """Write the record of a verification of stored chunks; a store that only may be read gets none.
+
+    begun: as `new_run` gives it; given: options. Target and generation are named where it looked at one only.
+    """
+    rows = [rows[0] for gen in found.generations for rows in gen.rows.values()]
+    names = {f"{gen.target.hex()}/{gen.profile.hex()}" for gen in found.generations}
+    targets = {gen.target.hex() for gen in found.generations}
+    record = RunRecord(
+        run=begun[0],
+        job="verify",
+        started=begun[1],
+        ended=now(),
+        outcome=FAILED if found.faults else OK,
+        model=", ".join(sorted({row.model for row in rows})),
+        fingerprint=targets.pop() if len(targets) == 1 else "",
+        generation=names.pop() if len(names) == 1 else "",
+        rung="",
+        cache_format=", ".join(sorted({row.cache_format for row in rows})),
+        tokens=sum(row.tokens for row in rows),
+        chunks_new=0,
+        chunks_reused=0,
+        chunks_verified=found.decoded if given.get("deep") else found.checked,
+        verification_failures=len(found.faults),
+        scalars=0,
+        bytes=sum(row.stored_bytes for row in rows),
+        options=plain_options(given),
+    )
+    with suppress(KVCodecError):
+        write_run(found.store, record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import codec
@@ -36,7 +35,7 @@ class Made:
 class Replaced:
     """The generations that a recompression replaces, those in use first, with their rows.
 
-    name: what readers ask for; seen: what their pointer says.
+    name: what readers will ask for; seen: what their pointer says; shared: whether readers of another name follow this target, too.
     """
 
     name: str
@@ -44,6 +43,7 @@ class Replaced:
     generations: list[Generation]
     made: Made
     seen: Entry | None
+    shared: bool
 
     @property
     def pairs(self) -> set[Pair]:
@@ -59,8 +59,9 @@ class Replaced:
 def find_replaced(store: Store, name: str | None, source: str | None, cache_format: str | None) -> Replaced:
     """What is to be recompressed.
 
-    name: what readers ask for; source: fingerprint of a target, or its beginning; one of them has to be given, or the store must
-    hold one target only. cache_format: which of a model's caches, where there are several.
+    name: what readers will ask for, and unless `source` is given what they ask for now; None: what they ask for now. source:
+    fingerprint of a target, or its beginning. Without either the store must hold one target only. cache_format: which of a model's
+    caches, where there are several.
 
     Raises:
         UserError: there is no such thing in the store, or there are several.
@@ -68,8 +69,10 @@ def find_replaced(store: Store, name: str | None, source: str | None, cache_form
     """
     pointers = read_pointers(store)
     if source is None and name is not None:
-        pointed = {f: entry.target for f, entry in pointers.of_model(name).items() if cache_format in (None, f)}
-        named = set(pointed.values()) or set(targets_named(store, name, cache_format))
+        pointed = {f: entry.target for f, entry in pointers.of_model(name).items()}
+        mine = {target for f, target in pointed.items() if f == cache_format}  # else the format is a new one
+        begun = {target for target, _ in pointers.staged}
+        named = mine or set(pointed.values()) or targets_named(store, name, None).keys() - begun
         source = _only(store, f"the model {name!r}", named).hex()
     owners = {target for target, _ in generations(store, target=source)}
     target = _only(store, "a recompression without --model, --as and --from", owners)
@@ -82,26 +85,15 @@ def find_replaced(store: Store, name: str | None, source: str | None, cache_form
         raise UserError(
             f"the store {store.uri} holds no chunk of the target {target.hex()[:16]}; nothing can be recompressed"
         )
-    in_use = {entry.profile: entry for entry in _entries(pointers.logs.values()) if entry.target == target}
-    found.sort(key=lambda gen: gen.profile not in in_use)
+    in_use = {entry.model: entry for entry in pointers.current_entries() if entry.target == target}
+    profiles = {entry.profile for entry in in_use.values()}
+    found.sort(key=lambda gen: gen.profile not in profiles)
     made = how_made(store, found[0])
     if name is None:
-        names = [entry.model for entry in in_use.values() if pointers.current(entry.model, made.cache_format) is entry]
-        name = (
-            names[-1]
-            if names
-            else Counter(row.model for rows in found[0].rows.values() for row in rows).most_common(1)[0][0]
-        )
-    return Replaced(name, target, found, made, pointers.current(name, made.cache_format))
-
-
-def _entries(logs: Iterable[list[Entry]]) -> list[Entry]:
-    """The last entry of each log."""
-    return [
-        next(entry for entry in reversed(log) if entry.state == "current")
-        for log in logs
-        if any(e.state == "current" for e in log)
-    ]
+        names = Counter(row.model for rows in found[0].rows.values() for row in rows)
+        name = min(in_use, default=names.most_common(1)[0][0])
+    seen = pointers.current(name, made.cache_format)
+    return Replaced(name, target, found, made, seen, shared=bool(in_use.keys() - {name}))
 
 
 def _only(store: Store, what: str, found: set[bytes]) -> bytes:

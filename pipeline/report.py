@@ -200,9 +200,13 @@ def show_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> 
         say(console, f"  {name.ljust(width)}  {value}")
 
 
-def say(console: Console, text: str) -> None:
-    """One line as it is: no markup, no colours, no wrapping."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def say(console: Console, text: str, **about: str) -> None:
+    """One line as it is: no markup, no colours, no wrapping. about: what a log that takes fields says beside it, such as prompt."""
+    event = getattr(console, "event", None)
+    if event is not None:
+        event(text, **about)
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

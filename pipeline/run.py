@@ -23,7 +23,7 @@ from pipeline.cache_scales import calibrate_scales
 from pipeline.calibration import Sample, calibrate, choose_sample, find_profile
 from pipeline.committed import Committed, find_committed
 from pipeline.corpus import list_corpus
-from pipeline.current import point, read_pointers, refuse_retired
+from pipeline.current import point_first, refuse_retired
 from pipeline.estimate import estimate
 from pipeline.heal import computed
 from pipeline.health import Health, of_groups
@@ -74,11 +74,9 @@ def run(options: Options, consoles: Consoles) -> int:
 
 def _show_readers(job: Job, consoles: Consoles) -> None:
     """Point readers of the model to its first generation; later ones are for a recompression to show."""
-    pointers = read_pointers(job.store)
-    now = pointers.current(job.model.name, job.cache_format)
-    if now is None:
-        point(job.store, job.model.name, job.cache_format, (job.target, job.profile), seen=None)
-    elif now.target != job.target:
+    name = job.model.name, job.cache_format
+    now = point_first(job.store, *name, (job.target, job.profile)).current(*name)
+    if now is not None and now.target != job.target:
         say(
             consoles.notes,
             f"the weights of {job.model.name} have changed: who asks for the model by its name still gets the caches of target "

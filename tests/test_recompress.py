@@ -1,10 +1,9 @@
-"""Recompression with real jobs on embedded Ray: new weights, another tokenizer, another rung, tenants."""
+"""Recompression from options to what readers get, in one process: new weights, another tokenizer, another rung, tenants."""
 
 from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from rich.console import Console
 import pipeline
 from codec.errors import DataError, UserError
 from jobs.verify import main as verify
-from pipeline import ray_runtime
 from pipeline import recompress as module
 from pipeline.collect import collect, find_garbage
 from pipeline.current import read_pointers
@@ -28,7 +26,7 @@ from pipeline.runs import list_runs, read_run
 from pipeline.store import Store
 from pipeline.target import load_target
 from tests.conftest import TOOLS_TEMPLATE, write_tiny_llama, write_tokenizer
-from tests.made_store import CHUNK, RECORDS, SHARED, make_old, numbers, options_of
+from tests.made_store import CHUNK, RECORDS, SHARED, make_old, numbers, options_of, without_ray
 from tests.stored import same
 
 pytestmark = pytest.mark.slow
@@ -37,11 +35,9 @@ TEXT = {"id": "t", "text": "The quick brown fox jumps over the lazy dog. " * 4}
 CHAT = {"id": "m", "messages": [{"role": "user", "content": "What does it read? " * 8}]}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """One Ray for all tests here."""
-    with ray_runtime.connected(2):
-        yield
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
 
 
 class Site:
@@ -120,8 +116,7 @@ def test_new_weights_under_the_same_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen == [True] and same(site.restored(A).load(), first)
     reader = pipeline.Restorer(site.store, "mymodel")
     begun = reader.restore(A)
-    assert site.recompress() == 0 and "nothing to compute" in site.said and "verifying" in site.said
-    assert "readers of mymodel now follow" in site.said
+    assert site.recompress() == 0 and "readers of mymodel now follow" in site.said
 
     assert same(site.restored(A).load(), second) and site.restored(A).generation.target == new
     assert same(begun.load(), first), "what was begun ends with the generation it began with"
@@ -139,7 +134,7 @@ def test_new_weights_under_the_same_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert same(site.restored(A).load(), second) and site.whole()
     collect(site.store, 3600.0, lambda text: None)
     assert len(list(site.store.list("predictors"))) == 1
-    records = [read_run(site.store, path) for path in list_runs(site.store)]
+    records = [r for path in list_runs(site.store) if (r := read_run(site.store, path)).job != "verify"]
     assert sorted((r.job, r.outcome) for r in records) == [
         ("compress", "ok"), ("compress", "ok"), ("recompress", "failed"), ("recompress", "ok"),
     ]  # fmt: skip
@@ -200,7 +195,7 @@ def test_another_rung_from_the_store_alone(tmp_path: Path) -> None:
         write_tiny_llama(site.model)
         write_tokenizer(site.model)
         site.compress()
-    assert site.compress(predictor="fp8") == 0 and "nothing to compute" in site.said
+    assert site.compress(predictor="fp8") == 0
     # The same calibration for another coder, and back to the first rung.
     shutil.rmtree(site.model)
     assert site.recompress(model=None, codec_only=True, coder="constriction-ans24/0.5") == 0
@@ -218,7 +213,10 @@ def test_a_damaged_old_chunk_moves_no_pointer(tmp_path: Path) -> None:
     assert site.compress() == 0 and site.compress(predictor="fp8", limit=1) == 0
     before = read_pointers(site.store).current("mymodel", "bf16")
     assert before is not None
-    path = next(p for p in site.store.list(f"blobs/{before.target.hex()}/{before.profile.hex()}"))
+    several: dict[str, list[str]] = {}
+    for path in site.store.list("blobs"):
+        several.setdefault(path.rpartition("/")[2], []).append(path)
+    path = next(paths[0] for paths in several.values() if len(paths) == 1)  # not in the new generation yet
     data = site.store.get(path)
     site.store.delete(path)
     site.store.put_new(path, data[:-20] + bytes(20))
