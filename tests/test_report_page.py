@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jobs.report import main
-from pipeline.current import point
+from pipeline.current import point_first
 from pipeline.reporting import charts
 from pipeline.reporting.charts import Axis, Frame, Point, Series
 from pipeline.reporting.facts import PromptFacts
@@ -36,7 +36,7 @@ def page(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     kept = Kept(tiny_model, folder / "store", kind="int8")
     shared = tokens_of(1, 64)
     kept.put({f"p{n}": shared + tokens_of(10 + n, 20 + 9 * n) for n in range(5)} | {HOSTILE: tokens_of(55, 200)})
-    point(kept.store, "tiny", "bf16", (kept.job.target, kept.job.profile), replaces=(), seen=None)
+    point_first(kept.store, "tiny", "bf16", (kept.job.target, kept.job.profile))
     write_run(kept.store, record(started="2026-11-01T10:00:00+00:00", ended="2026-11-01T10:02:00+00:00", model=HOSTILE))
     write_run(kept.store, record(verification_failures=2, outcome="failed"))
     kept.store.put_new("runs/20261130T000000Z-broken.json", b"{")
