@@ -25,11 +25,20 @@ PROMPTS_SHOWN = 1500
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """A picture, and the bits a scalar that its two ends of the scale stand for."""
+
+    picture: Markup
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Section:
     """What the page says about one generation."""
 
     facts: GenerationFacts
-    heat: Markup | None
+    heat: HeatMap | None
     health: Markup | None
     warning: str | None
     lengths: Markup | None
@@ -69,7 +78,7 @@ def _section(gen: GenerationFacts) -> Section:
 
 
 # ---------------------------------------------------------------- charts
-def heat_maps(gen: GenerationFacts) -> Markup | None:
+def heat_maps(gen: GenerationFacts) -> HeatMap | None:
     """Ideal bits a scalar by layer (across) and head (down), K above V in one scale."""
     if gen.costs is None:
         return None
@@ -82,7 +91,7 @@ def heat_maps(gen: GenerationFacts) -> Markup | None:
         for head in range(bits.shape[2])
     ]
     label = f"bits a scalar by layer and head, from {low:.2f} to {high:.2f}"
-    return charts.heat(rows, low, high, label, "bits")
+    return HeatMap(charts.heat(rows, low, high, label, "bits"), low, high)
 
 
 def lengths(gen: GenerationFacts) -> Markup | None:
@@ -105,7 +114,7 @@ def health(found: Health) -> Markup:
     """Three rows over the layers: spread and miss beside their promise, and what both are above it."""
     layers = range(len(found.spread))
     x = Axis("layer", -0.6, len(layers) - 0.4)
-    marks = [(float(n), str(n)) for n in layers[:: max(1, len(layers) // 16)]]
+    marks = [(float(n), str(n)) for n in layers[:: -(-len(layers) // 15)]]
     parts = (("spread", found.spread, found.promised), ("miss", found.miss, np.full_like(found.miss, codec.MISS)))
     out = []
     for name, observed, promised in parts:
