@@ -122,7 +122,12 @@ class Frame:
             out.append(element("text", number(value), class_="tick end", x=LEFT - 8, y=y + 4))
         for value, text in self.marks or [(value, number(value)) for value in self.x.ticks(8)]:
             x, _ = self.place(value, self.y.low)
-            out.append(element("text", text, class_="tick middle", x=x, y=foot + 17))
+            at_end = x > self.width - 2 * RIGHT  # a long word in the middle of the edge would be cut
+            out.append(
+                element(
+                    "text", text, class_=f"tick {'end' if at_end and len(text) > 4 else 'middle'}", x=x, y=foot + 17
+                )
+            )
         out.append(element("line", class_="axis", x1=LEFT, x2=self.width - RIGHT, y1=foot, y2=foot))
         middle = (LEFT + self.width - RIGHT) / 2
         out.append(element("text", self.x.name, class_="name middle", x=middle, y=self.height - 6))
