@@ -14,6 +14,7 @@ from codec.calibrate import (
     freeze_closed,
     measure,
     sharpened,
+    with_coder,
 )
 from codec.calibrate import Sample as ClosedSample
 from codec.chunk import (
@@ -28,6 +29,7 @@ from codec.chunk import (
     encode,
     encode_batch,
 )
+from codec.ideal import MISS, LayerCosts
 from codec.joint_fit import LayerMoments
 from codec.joint_model import JointLayer
 from codec.keys import ROOT_DIGEST, chunk_keys, content_id, root_key
@@ -46,10 +48,12 @@ from codec.predictor import (
 )
 from codec.prefix import PrefixTask, decode_prefixes, fork
 from codec.profile import Profile
+from codec.promise import promised_spread
 from codec.scales import CacheScales
 
 __all__ = [
     "CALIBRATED",
+    "MISS",
     "ROOT_DIGEST",
     "BlobHeader",
     "CacheScales",
@@ -62,6 +66,7 @@ __all__ = [
     "EncodeTask",
     "EncodedChunk",
     "JointLayer",
+    "LayerCosts",
     "LayerMoments",
     "ModelFree",
     "Moments",
@@ -89,7 +94,9 @@ __all__ = [
     "freeze_closed",
     "measure",
     "measure_ranges",
+    "promised_spread",
     "read_header",
     "root_key",
     "sharpened",
+    "with_coder",
 ]

@@ -135,6 +135,12 @@ class _Work:
         return replace(profile, facts=replace(facts, known_answer=known_answer(self.predictor, profile).hex()))
 
 
+def with_coder(predictor: Predictor, profile: Profile, coder: str) -> Profile:
+    """The same calibration for another coder: other bitstreams for the same laws. Raises WrongPredictor."""
+    other = Profile(replace(profile.facts, coder=coder, known_answer=""), profile.tensors)
+    return Profile(replace(other.facts, known_answer=known_answer(predictor, other).hex()), profile.tensors)
+
+
 @dataclass(frozen=True)
 class Sample:
     """One calibration prompt: token ids int64 [T]; true (K, V) of every layer; the target's hidden state entering every

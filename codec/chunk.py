@@ -17,6 +17,7 @@ from codec import blob as blobs
 from codec import checksums, errors
 from codec.coders import Writer
 from codec.formats import NumberFormat
+from codec.ideal import Cost, LayerCosts
 from codec.loop import CodedLayer, DecodedLayer, follow
 from codec.predictor import Predictor, PredictorState
 from codec.profile import Profile
@@ -43,7 +44,7 @@ class ChunkIdentity:
 
 @dataclass(frozen=True)
 class ChunkStats:
-    """Sizes of one encoded chunk; ideal code lengths in bits, 0 when they were not asked for."""
+    """Sizes of one encoded chunk; ideal code lengths in bits, 0 when they were not asked for, and what layers cost."""
 
     scalars_k: int
     scalars_v: int
@@ -53,6 +54,7 @@ class ChunkStats:
     ideal_bits_k: float
     ideal_bits_v: float
     escapes: int
+    costs: LayerCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -206,11 +208,12 @@ class _Book:
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
-        self.ideal = [0.0, 0.0]
+        self.costs: list[tuple[Cost, Cost]] = []
         self.escapes = 0
 
     def add(self, coded: CodedLayer) -> None:
-        self.ideal = [self.ideal[0] + coded.ideal[0], self.ideal[1] + coded.ideal[1]]
+        if coded.ideal is not None:
+            self.costs.append(coded.ideal)
         self.escapes += coded.escapes
 
 
@@ -243,9 +246,11 @@ def _finish(predictor: Predictor, profile: Profile, task: EncodeTask, book: _Boo
     data = blobs.pack(header, written.streams)
     bytes_k, bytes_v = written.bytes_k, written.bytes_v
     scalars = sum(k.numel() for k, _ in task.truth)
+    costs = LayerCosts.of(book.costs) if book.costs else None
+    ideal_k, ideal_v = (0.0, 0.0) if costs is None else (float(costs.heads[:, side].sum()) for side in (0, 1))
     stats = ChunkStats(
-        scalars, sum(v.numel() for _, v in task.truth), bytes_k, bytes_v, len(data) - bytes_k - bytes_v, book.ideal[0], book.ideal[1],
-        book.escapes,
+        scalars, sum(v.numel() for _, v in task.truth), bytes_k, bytes_v, len(data) - bytes_k - bytes_v, ideal_k, ideal_v, book.escapes,
+        costs,
     )  # fmt: skip
     return EncodedChunk(data, sums, checksums.chain(i.parent_digest, sums), stats)
 

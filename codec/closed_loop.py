@@ -20,7 +20,7 @@ from codec.cells import Ints
 from codec.coders import Reader, Writer
 from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
-from codec.ideal import ideal_bits
+from codec.ideal import Cost, cost
 from codec.joint_model import REACH, JointLayer, Means, PairLaw, Ready
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
 from codec.scalars import Source
@@ -85,14 +85,12 @@ class ClosedLoop:
         geometry, fmt = self._geometry(layer, guess, turn), self._fmt
         patterns = [geometry.channels(fmt.patterns(t)) for t in truth]
         laws = self._laws(layer, geometry, patterns, carry)
-        floors, escapes = [0.0, 0.0], 0
+        escapes = 0
         for side, order in ((1, slice(None)), (0, geometry.k_order)):
             mean, sigma = laws.mean[side], laws.sigma[side]
             escapes += writer.channels(side, patterns[side][order], mean[order], sigma[order])
-            if ideal:
-                floors[side] = ideal_bits(patterns[side], torch.from_numpy(mean), sigma, fmt)
-        following = self._next(layer, geometry, laws, carry)
-        return CodedLayer((floors[0], floors[1]), escapes, following)
+        costs = self._costs(layer, geometry, patterns, laws) if ideal else None
+        return CodedLayer(costs, escapes, self._next(layer, geometry, laws, carry))
 
     def decode(self, layer: int, reader: Reader, guess: Pair, turn: Pair, carry: object = None) -> DecodedLayer:
         """See LoopCodec."""
@@ -118,6 +116,17 @@ class ClosedLoop:
         patterns = [geometry.channels(self._fmt.patterns(t)) for t in truth]
         laws = self._laws(layer, geometry, patterns, carry)
         return laws, self._next(layer, geometry, laws, carry)
+
+    def _costs(self, layer: int, geometry: Geometry, patterns: list[Ints], laws: Laws) -> tuple[Cost, Cost]:
+        half = len(geometry.k)
+        narrow = self._layers[layer].narrow[:, None]  # in the coding order: V, then pairs of K
+        factors = [np.empty((half, 1)), narrow[:half]]
+        factors[0][geometry.k_order] = narrow[half:]
+        k, v = (
+            cost(p, mean, sigma, self._fmt, geometry.shape[0], sigma / factor)
+            for p, mean, sigma, factor in zip(patterns, laws.mean, laws.sigma, factors, strict=True)
+        )
+        return k, v
 
     # ------------------------------------------------------------ laws
     def _geometry(self, layer: int, guess: Pair, turn: Pair) -> Geometry:

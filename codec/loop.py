@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from codec.formats import NumberFormat
-from codec.ideal import ideal_bits
+from codec.ideal import Cost, cost
 from codec.predictor import Run
 from codec.residual import ChannelScales
 
@@ -40,9 +39,9 @@ class Next:
 
 @dataclass(frozen=True)
 class CodedLayer:
-    """Ideal code lengths of K and V in bits (0 when not asked for), escaped scalars, and how to go on."""
+    """What K and V cost ideally (None when not asked for), escaped scalars, and how to go on."""
 
-    ideal: tuple[float, float]
+    ideal: tuple[Cost, Cost] | None
     escapes: int
     next: Next
 
@@ -90,12 +89,14 @@ class OpenLoop:
         self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, writer: Writer, carry: object = None
     ) -> CodedLayer:
         """See LoopCodec."""
-        floors, escapes = [], 0
+        costs: list[Cost] = []
+        escapes = 0
         for side, (values, scales) in enumerate(zip(truth, self._scales[layer], strict=True)):
             patterns, mean = self._fmt.patterns(values), self._mean(layer, side, guess)
             escapes += writer.tensor(side, patterns, mean, scales)
-            floors.append(ideal_bits(patterns, torch.from_numpy(mean), scales.sigma(), self._fmt) if ideal else 0.0)
-        return CodedLayer((floors[0], floors[1]), escapes, Next(guess))
+            if ideal:
+                costs.append(cost(patterns, mean, scales.sigma(), self._fmt, len(patterns)))
+        return CodedLayer((costs[0], costs[1]) if ideal else None, escapes, Next(guess))
 
     def decode(self, layer: int, reader: Reader, guess: Pair, turn: Pair, carry: object = None) -> DecodedLayer:
         """See LoopCodec."""

@@ -19,9 +19,32 @@ def seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
+def bandwidth(text: str) -> float:
+    """A bandwidth such as 100Mb/s, 1Gb/s or 2.5G, in bits a second; argparse turns what this raises into a usage error."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt])?(?:b(?:it)?(?:/s|ps)?)?", text.strip().lower())
+    value = float(found[1]) * 1000 ** " kmgt".index(found[2] or " ") if found else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth; write 100Mb/s, 1Gb/s or 10Gb/s")
+    return value
+
+
 def add_store(parser: argparse.ArgumentParser) -> None:
     """--store, of a store that exists."""
     parser.add_argument("--store", required=True, metavar="URI", help="the store: a folder or s3://bucket/prefix")
+
+
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    """--lora."""
+    parser.add_argument(
+        "--lora", metavar="FOLDER", help="a LoRA adapter (safetensors) to merge into the model's weights"
+    )
+
+
+def add_log(parser: argparse.ArgumentParser) -> None:
+    """--log-json."""
+    parser.add_argument(
+        "--log-json", action="store_true", help="say on standard error what happens as JSON, an object a line"
+    )
 
 
 def add_loop(parser: argparse.ArgumentParser) -> None:

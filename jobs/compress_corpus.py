@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import add_cache, add_coder, add_loop
-from jobs.exits import exit_status
+from jobs.arguments import add_cache, add_coder, add_log, add_loop, add_lora
+from jobs.configuration import Given
+from jobs.exits import run_job
+from jobs.notes import Notes
 from pipeline.options import (
     DEFAULT_PREDICTOR,
     DEVICES,
@@ -35,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = p.add_argument
     add("--model", required=True, metavar="MODEL", help="the target: a folder, a GGUF file or a hub id")
+    add_lora(p)
     add("--corpus", required=True, metavar="URI", help="JSONL (.gz) or Parquet: a file, folder or glob, local or s3://")
     add("--store", required=True, metavar="URI", help="a folder or s3://bucket/prefix; made if it is not there")
     rung = f"rung of the ladder (default: {DEFAULT_PREDICTOR}; linear for architectures that have no other)"
@@ -57,24 +60,23 @@ def parser() -> argparse.ArgumentParser:
     add("--report", metavar="FILE.json", help="write the figures as JSON")
     size = "stop before the store holds more than this, such as 500GB (default: no limit)"
     add("--max-store-bytes", metavar="SIZE", help=size)
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run the job, and turn errors into one sentence and an exit status."""
-    given = vars(parser().parse_args(arguments))
-    debug = given.pop("debug")
+    """Read the options, run the job, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; what is stored is complete, run the job again to go on"
-    return exit_status(lambda: compress(Options(**given)), debug=debug, interrupted=stopped)
+    return run_job(parser(), arguments, compress, interrupted=stopped)
 
 
-def compress(options: Options) -> int:
+def compress(given: Given) -> int:
     """Check the options and run the job."""
+    options = Options(**given.without("log_json"))
     options.check()  # before the import below, which takes seconds
     from pipeline.run import Consoles, run
 
-    return run(options, Consoles(notes=Console(stderr=True), result=Console()))
+    return run(options, Consoles(notes=Notes(given, "compress"), result=Console()))
 
 
 if __name__ == "__main__":

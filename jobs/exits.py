@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from codec.errors import KVCodecError, UserError
+from jobs.configuration import Given, read_options
 from pipeline.secrets import without_secrets
+
+
+def run_job(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    work: Callable[[Given], int],
+    *,
+    interrupted: str = "interrupted",
+) -> int:
+    """Read a job's options from wherever they are given, do its work, and turn errors into a sentence and an exit status."""
+    debug = "--debug" in (sys.argv[1:] if arguments is None else arguments)
+    return exit_status(lambda: work(read_options(parser, arguments)), debug=debug, interrupted=interrupted)
 
 
 def exit_status(work: Callable[[], int], *, debug: bool, interrupted: str = "interrupted") -> int:

@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from codec.errors import UserError
-from jobs.arguments import GRACE, add_store, seconds
-from jobs.exits import exit_status
+from jobs.arguments import GRACE, add_log, add_store, seconds
+from jobs.exits import run_job
+from jobs.notes import Notes
 
 if TYPE_CHECKING:
     from pipeline.store import Store
@@ -43,17 +44,16 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--salt-env", metavar="NAME", help="with --purge: environment variable with the tenant's salt")
     add("--yes", action="store_true", help="do it; without this it is only listed")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, do it, and turn errors into one sentence and an exit status."""
-    given = parser().parse_args(arguments)
-    return exit_status(lambda: work(given), debug=given.debug)
+    """Read the options, do it, and turn errors into one sentence and an exit status."""
+    return run_job(parser(), arguments, lambda given: work(given.namespace, Notes(given, "gc")))
 
 
-def work(given: argparse.Namespace) -> int:
+def work(given: argparse.Namespace, notes: Console) -> int:
     """Collect or purge."""
     from pipeline.report import say
     from pipeline.store import Store
@@ -70,6 +70,7 @@ def work(given: argparse.Namespace) -> int:
         say(result, text)
 
     store = Store.open(given.store, create=False)
+    say(notes, f"looking at {store.uri}")
     return forget(store, given, tell) if given.purge else clean(store, given, tell)
 
 

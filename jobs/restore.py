@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.exits import exit_status
+from jobs.arguments import add_log
+from jobs.configuration import Given
+from jobs.exits import run_job
+from jobs.notes import Notes
 from pipeline.options import CACHE_FORMATS, DEVICES
 
 
@@ -57,23 +60,21 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--batch-tokens", type=int, default=4096, metavar="N", help="tokens decoded together (default: %(default)s)")
     add("--shared-fs", action="store_true", help="local paths are the same file system on every node")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, run the job, and turn errors into one sentence and an exit status."""
-    given = vars(parser().parse_args(arguments))
-    debug = given.pop("debug")
+    """Read the options, run the job, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; files that were written are whole, run the job again to go on"
-    return exit_status(lambda: restore(given), debug=debug, interrupted=stopped)
+    return run_job(parser(), arguments, restore, interrupted=stopped)
 
 
-def restore(given: dict[str, object]) -> int:
+def restore(given: Given) -> int:
     """Check the options and run the job."""
     from pipeline.restoration.job import RestoreOptions, run  # takes seconds
 
-    return run(RestoreOptions(**given), Console(stderr=True), Console())  # type: ignore[arg-type]
+    return run(RestoreOptions(**given.without("log_json")), Notes(given, "restore"), Console())
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import GRACE, add_store, seconds
-from jobs.exits import exit_status
+from jobs.arguments import GRACE, add_log, add_store, seconds
+from jobs.exits import run_job
+from jobs.notes import Notes
 
 if TYPE_CHECKING:
     from pipeline.deep import Decoded, Task, Work
@@ -43,31 +44,34 @@ def parser() -> argparse.ArgumentParser:
     add("--repair", action="store_true", help="put aside or delete what is wrong, so that the next job makes it again")
     add("--grace", type=seconds, default=GRACE, metavar="TIME", help="younger orphans are left alone (default: 24h)")
     add("--device", default="cpu", metavar="DEVICE", help="where --deep decodes: cpu, cuda (default: cpu)")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, verify, and turn errors into one sentence and an exit status."""
-    given = parser().parse_args(arguments)
-    return exit_status(lambda: verify(given), debug=given.debug)
+    """Read the options, verify, and turn errors into one sentence and an exit status."""
+    return run_job(parser(), arguments, lambda given: verify(given.namespace, Notes(given, "verify")))
 
 
-def verify(given: argparse.Namespace) -> int:
+def verify(given: argparse.Namespace, notes: Console) -> int:
     """Look, decode if asked to, list, repair if asked to."""
     from pipeline.audit import KINDS, audit
     from pipeline.deep import decode_store
     from pipeline.options import Verify
+    from pipeline.recording import record_audit
     from pipeline.repair import repair
     from pipeline.report import say, show_rows
+    from pipeline.runs import new_run
     from pipeline.store import Store
 
-    notes, result = Console(stderr=True), Console()
+    result, begun = Console(), new_run()
     sample = Verify.parse("all" if given.sample == 1 else f"sample:{given.sample}")
     store = Store.open(given.store, create=False)
+    say(notes, f"verifying {store.uri}")
     found = audit(store, grace=given.grace, selects=sample.selects, model=given.model, target=given.target)
     if given.deep:
         decode_store(found, work(given, store), progress(notes))
+    record_audit(found, begun, vars(given))
     for fault in found.faults:
         say(result, f"{fault.kind}: {fault.path}: {fault.cause}")
     rows = [("generations", f"{len(found.generations):,}"), ("index rows", f"{found.rows:,}")]

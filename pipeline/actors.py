@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,9 +23,12 @@ from pipeline import index
 from pipeline.calibration import load_checked_target
 from pipeline.committed import read_checksums
 from pipeline.encode import ChainEncoder, Stored
+from pipeline.health import Costs
+from pipeline.metrics import Metrics
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
+from pipeline.truth import Prefilled, Reread, Truth
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
 
@@ -34,10 +37,12 @@ class EncodeActor:
     """Batches of groups in, one result a group out; blobs and index parts go to the store."""
 
     def __init__(self, job: Job, device: Device, reporter: Reporter, quota: Quota | None = None) -> None:
-        self._job = job
+        self._metrics = Metrics(job)
+        self._job = replace(job, store=self._metrics.store(job.store))
         self._device = device
         self._reporter = reporter
         self._quota = quota or Quota()
+        self._profile: codec.Profile | None = None
         self._done: dict[bytes, Stored] = {}  # chunks of the group at work
         self._reader = PromptReader(job.store)
         self._scalar_bytes = number_format(job.cache_format).item_bytes
@@ -51,13 +56,19 @@ class EncodeActor:
         if self._encoder is None:
             torch.set_num_threads(self._device.threads)
             predictor, profile = _load(self._job, self._device)
-            target = load_checked_target(self._job, self._device)
-            self._encoder = ChainEncoder(self._job, target, predictor, profile, self._report, self._charge)
+            self._profile = profile
+            truth: Truth
+            if self._job.decoded is None:
+                truth = Prefilled(load_checked_target(self._job, self._device))
+            else:
+                old = replace(self._job, predictor=self._job.decoded.predictor, profile=self._job.decoded.profile)
+                truth = Reread(old, *_load(old, self._device))
+            self._encoder = ChainEncoder(self._job, truth, predictor, profile, self._report, self._charge)
         return self._encoder
 
     def _group(self, group: Group) -> GroupResult:
         encoder = self._loaded()
-        start, tokens, seconds = time.perf_counter(), encoder.target_tokens, encoder.target_seconds
+        start, tokens, seconds = time.perf_counter(), encoder.truth.tokens, encoder.truth.seconds
         self._done = {}
         try:
             for prompt in group.prompts:
@@ -68,13 +79,18 @@ class EncodeActor:
                 self._commit(group)
             raise
         part, done = self._commit(group), self._done
+        costs = [found for chunk in done.values() if (found := _costs(chunk)) is not None]
+        total = Costs.total(costs)
+        self._metrics.cost(total, len(costs), self._profile)
         return GroupResult(
             group.prompts,
             [self._figures(chunk) for chunk in done.values() if chunk.key in group.todo],
             part,
-            encoder.target_tokens - tokens,
-            encoder.target_seconds - seconds,
+            encoder.truth.tokens - tokens,
+            encoder.truth.seconds - seconds,
             time.perf_counter() - start,
+            total,
+            len(costs),
         )
 
     def _commit(self, group: Group) -> str:
@@ -86,7 +102,9 @@ class EncodeActor:
 
     def _charge(self, path: str, chunk: codec.EncodedChunk) -> None:
         """Ask whether a blob and its index row may still be written."""
-        size = len(chunk.blob) + len(chunk.layer_checksums) + ROW_BYTES
+        costs = chunk.stats.costs
+        figures = 0 if costs is None else 4 * (costs.heads.size + costs.spread.size + costs.miss.size)
+        size = len(chunk.blob) + len(chunk.layer_checksums) + figures + ROW_BYTES
         self._quota.charge(self._job.store, path, size if self._done else size + PART_BYTES)
 
     def _report(self, chunk: Stored) -> None:
@@ -94,6 +112,8 @@ class EncodeActor:
         self._done.setdefault(chunk.key, chunk)
         if chunk.outcome != KEPT:
             self._reporter.add(Counts(chunk.tokens, 1, self._raw_bytes(chunk), chunk.stored_bytes))
+            scalars = chunk.stats.scalars_k + chunk.stats.scalars_v
+            self._metrics.stored(chunk.outcome, chunk.tokens, scalars, self._raw_bytes(chunk), chunk.stored_bytes)
 
     def _raw_bytes(self, chunk: Stored) -> int:
         return self._scalar_bytes * (chunk.stats.scalars_k + chunk.stats.scalars_v)
@@ -119,6 +139,8 @@ class EncodeActor:
         job = self._job
         figures = asdict(self._figures(chunk))
         del figures["outcome"]  # what became of the chunk in this run, not what it is
+        costs = _costs(chunk)
+        figures |= {"layer_bits": None, "layer_spread": None, "layer_miss": None} if costs is None else costs.row()
         return figures | {
             "parent_key": chunk.parent_key,
             "chunk_index": chunk.index,
@@ -149,11 +171,13 @@ class VerifyActor:
     """Results of the encode stage in, the same with `verified` and `failed` out."""
 
     def __init__(self, job: Job, device: Device, reporter: Reporter) -> None:
-        self._job = job
+        self._metrics = Metrics(job)
+        self._job = replace(job, store=self._metrics.store(job.store))
         self._device = device
         self._reporter = reporter
         self._reader = PromptReader(job.store)
         self._verifier: ChainVerifier | None = None
+        self._older: dict[bytes, bytes] = {}  # checksums of rows in other parts than a group's own
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
         for text in batch["result"]:
@@ -180,6 +204,7 @@ class VerifyActor:
             result.failed |= findings.failed
             wanted -= set(findings.verified) | findings.failed.keys()
             self._reporter.add(Counts(verified=len(findings.verified)))
+            self._metrics.verified(len(findings.verified), len(findings.failed))
         return result
 
     def _committed(self, result: GroupResult, wanted: set[bytes]) -> dict[bytes, bytes]:
@@ -187,16 +212,23 @@ class VerifyActor:
         rows: dict[bytes, bytes] = {}
         if result.index_part:
             rows = read_checksums(self._job.store, result.index_part)
-        if not wanted <= rows.keys():
-            table = index.read_rows(
-                self._job.store,
-                target=self._job.target,
-                profile=self._job.profile,
-                columns=["key", "layer_checksums"],
-            )
-            older = dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
-            rows = {key: older[key] for key in wanted & older.keys()} | rows
+        if missing := wanted - rows.keys():
+            if not missing <= self._older.keys():
+                table = index.read_rows(
+                    self._job.store,
+                    target=self._job.target,
+                    profile=self._job.profile,
+                    columns=["key", "layer_checksums"],
+                )
+                self._older = dict(zip(table["key"].to_pylist(), table["layer_checksums"].to_pylist(), strict=True))
+            rows = {key: self._older[key] for key in missing & self._older.keys()} | rows
         return rows
+
+
+def _costs(chunk: Stored) -> Costs | None:
+    """What its layers cost, where this process encoded it."""
+    stats = chunk.stats
+    return None if stats.costs is None else Costs.of(stats.costs, stats.scalars_k, stats.scalars_v)
 
 
 def _load(job: Job, device: Device) -> tuple[codec.Predictor, codec.Profile]:

@@ -25,6 +25,7 @@ from codec.checksums import chain, digest
 from codec.errors import BlobError, DataError, StorageError, UnsupportedVersion, UserError
 from codec.scales import CacheScales
 from pipeline.catalogue import Row, generations, is_root, stored_prompts
+from pipeline.current import read_pointers
 from pipeline.names import column
 from pipeline.paths import BY_CONFIG, PROFILES, SCALES, blob_path, predictor_path, profile_path
 from pipeline.store import Entry, ObjectMissing, Store
@@ -64,6 +65,8 @@ class Audit:
     generations: list[Survey] = field(default_factory=list)
     rows: int = 0
     blobs: int = 0
+    tokens: int = 0  # of the chunks that have a row
+    stored_bytes: int = 0
     checked: int = 0  # blobs that were read
     decoded: int = 0  # chunks
     undecoded: int = 0  # chunks that were to be decoded and follow from one with a fault
@@ -126,6 +129,9 @@ def check_generation(found: Audit, gen: Survey) -> None:
             check_prompts(found, gen, rows, reached)
             check_blobs(found, gen, [(row.key, [row]) for row in rows if row.key not in gen.disputed], pool)
             for row in rows:
+                if row.key not in disputed:
+                    found.tokens += row.tokens
+                    found.stored_bytes += row.stored_bytes
                 if row.key in gen.disputed:
                     disputed.setdefault(row.key, []).append(row)
         check_blobs(found, gen, list(disputed.items()), pool)
@@ -315,7 +321,9 @@ def check_prompts(found: Audit, gen: Survey, rows: list[Row], reached: NDArray[n
 
 
 def check_pointers(found: Audit) -> set[bytes]:
-    """The small objects that name the profile in use, and the scales of FP8 caches; the profiles that are named."""
+    """Readers' pointers, the small objects that name the profile in use, and scales of FP8 caches; the profiles that are named."""
+    for path, error in read_pointers(found.store).damaged.items():
+        found.add(CORRUPT, path, error, QUARANTINE)
     named: set[bytes] = set()
     for path in found.store.list(f"{PROFILES}/{BY_CONFIG}"):
         try:

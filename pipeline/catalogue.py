@@ -69,6 +69,11 @@ class Generation:
     blobs: dict[bytes, Entry] = field(default_factory=dict)
 
     @property
+    def models(self) -> set[str]:
+        """Names that its target had when it was stored."""
+        return {row.model for rows in self.rows.values() for row in rows}
+
+    @property
     def roots(self) -> Roots:
         """Where its chains begin."""
         found: Roots = {}
@@ -122,16 +127,22 @@ def generations(store: Store, *, target: str | None = None) -> dict[tuple[bytes,
     return {gen: value for gen, value in found.items() if gen[0].hex() in names}
 
 
-def read_generation(store: Store, gen: Generation) -> None:
+def read_generation(store: Store, gen: Generation, *, broken: Broken | None = None) -> None:
     """Read the rows of a generation into it, all of them; equal rows are kept once.
 
+    broken: told of parts that cannot be read, or hold other rows than those they are named for.
+
     Raises:
-        DataError: a part cannot be read, or holds other rows than those it is named for.
+        DataError: there is such a part, and `broken` was not given.
     """
     known: set[bytes] = set()
-    for path, table in index.iter_parts(store, target=gen.target, profile=gen.profile):
+    for path, table in index.iter_parts(store, target=gen.target, profile=gen.profile, broken=broken):
         if not index.is_named_for(path, table):
-            raise DataError(f"{store.uri}/{path} holds other rows than those it is named for")
+            error = DataError(f"{store.uri}/{path} holds other rows than those it is named for")
+            if broken is None:
+                raise error
+            broken(path, error)
+            continue
         for rows in rows_of_table(path, table):
             for row in rows:
                 if row.id not in known:
@@ -157,7 +168,7 @@ class StoredPrompt(NamedTuple):
 
     id: str
     tenant: str
-    root: bytes
+    root: bytes  # key of the empty prefix, from which they follow
     part: str
     row: int
     n_tokens: int

@@ -4,8 +4,9 @@
     lease        of a job that was killed
     quarantine   what a repair has put aside
     index        parts whose rows all stand in a larger one
+    retired      generations that a recompression has replaced: index, blobs, prompts; and those that one began and nobody went on with
     blob         without an index row, and nothing stored follows from it
-    profile      that neither a blob nor an index part nor a pointer in current/ names, with the pointer to it
+    profile      that neither a blob nor an index part nor a reader's pointer names, with what names it for a configuration
     predictor    that no profile and no index row names
 
 Only what is older than the grace period counts. As long as a job runs, blobs, profiles and predictors are left alone: it may
@@ -14,7 +15,6 @@ be about to use what nothing uses yet.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ import codec
 from codec.errors import DataError
 from pipeline.catalogue import Generation, generations, read_generation
 from pipeline.compact import merge, read_parts, superfluous, to_merge
+from pipeline.current import Pointers, read_pointers
 from pipeline.lease import dead_leases, exclusive, running_jobs
-from pipeline.paths import BY_CONFIG, CURRENT, PREDICTORS, PROFILES, QUARANTINE
+from pipeline.paths import BY_CONFIG, PREDICTORS, PROFILES, QUARANTINE, index_prefix, prompts_prefix
 from pipeline.store import Entry, Store
 
-NEEDS_QUIET = ("blob", "profile", "predictor")  # left alone while a job runs
-_DIGEST = re.compile(rb"[0-9a-f]{64}")
+NEEDS_QUIET = ("retired", "blob", "profile", "predictor")  # left alone while a job runs
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ def find_garbage(store: Store, grace: float) -> Collection:
     found.items += [Item("lease", Entry(path, 0, 0.0)) for path in dead_leases(store, grace)]
     found.items += [Item("quarantine", entry) for entry in store.entries(QUARANTINE) if entry.modified <= before]
     everything = list(generations(store).values())
+    pointers = read_pointers(store)
+    over = [_is_over(store, gen, pointers, before) for gen in everything]
+    gone = [gen for gen, yes in zip(everything, over, strict=True) if yes]
+    everything = [gen for gen, yes in zip(everything, over, strict=True) if not yes]
     for gen in everything:
         read_generation(store, gen)
         parts = read_parts(store, gen.target, gen.profile)
@@ -74,30 +78,55 @@ def find_garbage(store: Store, grace: float) -> Collection:
     if busy:
         found.notes.append(f"{busy} job(s) run on this store: blobs, profiles and predictors are left alone")
         return found
+    for gen in gone:
+        targets = {other.target for other in everything}
+        found.items += [Item("retired", entry, gen) for entry in _all_of(store, gen, prompts=gen.target not in targets)]
     for gen in everything:
         followed = gen.parents()
         for key, entry in gen.blobs.items():
             if key not in gen.rows and key not in followed and entry.modified <= before:
                 found.items.append(Item("blob", entry, gen))
-    found.items += _unused(store, everything, before, found.notes)
+    found.items += _unused(store, [*everything, *gone], pointers, before, found.notes)
     return found
 
 
-def _unused(store: Store, everything: list[Generation], before: float, notes: list[str]) -> Iterator[Item]:
+def _is_over(store: Store, gen: Generation, pointers: Pointers, before: float) -> bool:
+    """Whether a generation was replaced, or only ever begun, and its grace period has passed."""
+    pair = gen.target, gen.profile
+    if pair in pointers.retired:
+        return pointers.retired[pair].modified <= before
+    begun = pointers.staged.get(pair)
+    if begun is None or begun.modified > before:
+        return False
+    parts = store.entries(index_prefix(*pair))
+    return all(entry.modified <= before for entry in (*gen.blobs.values(), *parts))
+
+
+def _all_of(store: Store, gen: Generation, *, prompts: bool) -> Iterator[Entry]:
+    """A generation's objects: the index first, so that no row is left without its blob; blobs last, by which the rest is found."""
+    yield from store.entries(index_prefix(gen.target, gen.profile))
+    if prompts:
+        yield from store.entries(prompts_prefix(gen.target))
+    yield from gen.blobs.values()
+
+
+def _unused(
+    store: Store, everything: list[Generation], pointers: Pointers, before: float, notes: list[str]
+) -> Iterator[Item]:
     """Profiles with the pointers to them (which come first), then predictors."""
-    current = {digest.decode() for path in store.list(CURRENT) for digest in _DIGEST.findall(store.get(path))}
+    current = {profile.hex() for _, profile in pointers.in_use | pointers.staged.keys()}
     used = {gen.profile.hex() for gen in everything} | current
-    pointers: dict[str, list[Entry]] = {}
+    naming: dict[str, list[Entry]] = {}
     profiles: dict[str, Entry] = {}
     for entry in store.entries(PROFILES):
         if entry.path.startswith(f"{PROFILES}/{BY_CONFIG}/"):
-            pointers.setdefault(store.get(entry.path).decode("ascii", errors="replace").strip(), []).append(entry)
+            naming.setdefault(store.get(entry.path).decode("ascii", errors="replace").strip(), []).append(entry)
         else:
             profiles[entry.path.rpartition("/")[2]] = entry
-    needed = {row.predictor.hex() for gen in everything for rows in gen.rows.values() for row in rows} | current
+    needed = {row.predictor.hex() for gen in everything for rows in gen.rows.values() for row in rows}
     readable = True
     for name, entry in profiles.items():
-        named = pointers.get(name, [])
+        named = naming.get(name, [])
         if name in used or any(item.modified > before for item in [entry, *named]):
             try:
                 needed.add(codec.Profile.from_bytes(store.get(entry.path)).predictor.hex())

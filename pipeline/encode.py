@@ -7,19 +7,14 @@ from the bits in that blob, not from this process' own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
 
 import codec
 from pipeline.chain import Chain, Next, Tokens, decode_blob
 from pipeline.store import ObjectMissing, Store
-from pipeline.target import Target
+from pipeline.truth import Truth
 from pipeline.work import ADOPTED, KEPT, WRITTEN, Job, OtherBits
-
-KV = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,12 +36,12 @@ class Stored:
 
 
 class ChainEncoder:
-    """Encodes prompts one after another, keeping the target's cache and the predictor's state of the last one."""
+    """Encodes prompts one after another, keeping the truth's and the predictor's state of the last one."""
 
     def __init__(
         self,
         job: Job,
-        target: Target,
+        truth: Truth,
         predictor: codec.Predictor,
         profile: codec.Profile,
         on_chunk: Callable[[Stored], None] | None = None,
@@ -59,15 +54,13 @@ class ChainEncoder:
         self._job = job
         self._before_write = before_write
         self._on_chunk = on_chunk
-        self._target = target
+        self.truth = truth
         self._predictor = predictor
         self._profile = profile
-        self.target_tokens = 0
-        self.target_seconds = 0.0
         self._reset()
 
     def _reset(self) -> None:
-        self._cache = self._target.new_cache()
+        self.truth.reset()
         self._state = self._predictor.new_state()
         self._chain = Chain()
 
@@ -101,7 +94,7 @@ class ChainEncoder:
 
     def _rewind(self, keys: Sequence[bytes]) -> None:
         self._chain.rewind(keys)
-        self._target.truncate(self._cache, self._chain.tokens)
+        self.truth.truncate(self._chain.tokens)
         self._state.truncate(self._chain.tokens)
 
     def _chunk(
@@ -147,7 +140,7 @@ class ChainEncoder:
         return chunk
 
     def _compute(self, chunk: Next) -> codec.EncodedChunk:
-        truth = self._prefill(chunk.ids)
+        truth = list(self.truth.next(chunk))
         return codec.encode(self._predictor, self._profile, self._state, chunk.ids, truth, chunk.identity, ideal=True)
 
     def _check_lost(self, chunk: Next, digest: bytes, lost: bytes | None) -> None:
@@ -159,20 +152,11 @@ class ChainEncoder:
                 lost,
             )
 
-    def _prefill(self, ids: torch.Tensor) -> list[KV]:
-        _synchronise()
-        start = time.perf_counter()
-        layers = self._target.prefill(self._cache, ids)
-        _synchronise()
-        self.target_seconds += time.perf_counter() - start
-        self.target_tokens += len(ids)
-        return layers
-
     def _continue_from(self, blob: bytes, chunk: Next) -> tuple[codec.ChunkStats, bytes, bytes]:
         first = chunk.identity.first_token
         self._state.truncate(first)  # encoding has advanced it along bits that are not the stored ones
         decoded = decode_blob(self._job, self._predictor, self._profile, self._state, chunk, blob)
-        self._target.replace(self._cache, first, decoded.layers)
+        self.truth.replace(chunk, decoded.layers)
         return stats_of(blob, decoded), decoded.layer_checksums, decoded.chain_digest
 
 
@@ -190,9 +174,3 @@ def find_blob(store: Store, path: str) -> bytes | None:
         return store.get(path)
     except ObjectMissing:
         return None
-
-
-def _synchronise() -> None:
-    """Wait for the GPU, so that a clock around a call measures the call."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

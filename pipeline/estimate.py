@@ -87,7 +87,11 @@ def estimate(
     raw = plan.new_tokens * kv_bytes_a_token(config, job.cache_format)
     rows = list(known)
     stored = sum(row.stored_bytes for row in rows)
-    ratio = sum(row.raw_bytes for row in rows) / stored if stored else _guessed_ratio(job)
+    ratio = (
+        sum(row.raw_bytes for row in rows) / stored
+        if stored
+        else guessed_ratio(job.loop, job.predictor_kind, job.cache_format)
+    )
     work = GUESSED_GPU_WORK if device == "cuda" else GUESSED_CPU_WORK
     seconds = plan.new_tokens * max(1, weight_bytes // 2) / work / max(1, actors)
     return Estimate(
@@ -105,8 +109,14 @@ def estimate(
     )
 
 
-def _guessed_ratio(job: Job) -> float:
-    fmt, kind = number_format(job.cache_format), (job.loop, job.predictor_kind)
+def guessed_bits(loop: str, predictor: str, cache_format: str) -> float:
+    """Bits a scalar that a rung needs, guessed from other models'."""
+    return number_format(cache_format).item_bits / guessed_ratio(loop, predictor, cache_format)
+
+
+def guessed_ratio(loop: str, predictor: str, cache_format: str) -> float:
+    """Raw over stored bytes, guessed the same way."""
+    fmt, kind = number_format(cache_format), (loop, predictor)
     if fmt.coarse:
         return GUESSED_FP8_RATIOS.get(kind, GUESSED_FP8_RATIO)
     bf16 = number_format("bf16")

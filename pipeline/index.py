@@ -15,6 +15,8 @@ cache_format, fp8_scale, loop      number format of the cache, how an FP8 cache 
 raw_bytes, stored_bytes            of the cache, and of the whole blob; header_bytes, bytes_k, bytes_v: what the blob is made of
 scalars_k, scalars_v               how many numbers; ideal_bits_k, ideal_bits_v: their code length; escapes: numbers far from any guess
 layer_checksums                    16 bytes a tensor, K then V, layer by layer, taken before encoding
+layer_bits                         ideal bits a scalar, layer by layer: K's heads, then V's; null where they were not asked for
+layer_spread, layer_miss           bits a scalar, K then V, layer by layer: the two parts of a Gaussian's cost (pipeline/health.py)
 parent_digest, chain_digest        16 bytes: of all raw bits before the chunk, and up to its end
 tenant, root_key                   whose it is, and the key of the empty prefix under that salt
 created, host_arch, torch_version, device, prefill_tokens   where and how the target ran
@@ -36,10 +38,11 @@ from pipeline.store import ObjectMissing, Store
 FORMAT = 1
 FETCH_AHEAD = 8  # parts; a merged one has up to some 20 MB
 
-ADDED = ("fp8_scale", "root_key")  # columns that older parts lack
+ADDED = ("fp8_scale", "root_key", "layer_bits", "layer_spread", "layer_miss")  # columns that older parts lack
 
 _DIGEST = pa.binary(32)
 _CHAIN = pa.binary(16)
+_BITS = pa.list_(pa.float32())
 
 
 def _required(name: str, kind: pa.DataType) -> pa.Field:
@@ -73,6 +76,9 @@ INDEX_SCHEMA = pa.schema(
         pa.field("ideal_bits_v", pa.float64()),
         _required("escapes", pa.int64()),
         _required("layer_checksums", pa.binary()),  # 16 bytes a tensor, K then V, layer by layer
+        pa.field("layer_bits", _BITS),  # a head each: K's, then V's, layer by layer
+        pa.field("layer_spread", _BITS),  # a tensor each
+        pa.field("layer_miss", _BITS),
         _required("parent_digest", _CHAIN),
         _required("chain_digest", _CHAIN),
         _required("tenant", pa.string()),  # hex digest of the salt, "" without one

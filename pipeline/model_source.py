@@ -16,7 +16,7 @@ import socket
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +24,10 @@ import torch
 
 from codec.errors import UserError
 from codec.formats import FORMATS, number_format
+from pipeline.fingerprints import file_digest
 from pipeline.gguf_file import matrix_types
+from pipeline.lora import WEIGHTS as LORA_WEIGHTS
+from pipeline.lora import Adapter
 from pipeline.secrets import without_secrets
 
 ACCEPTED = "a folder with config.json and *.safetensors, a *.gguf file, or a hub id like org/name"
@@ -34,7 +37,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _VOLATILE = {"_name_or_path", "_model_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 _DOMAIN = b"kv-cache target 1\0"
-_READ = 1 << 22
 _T = TypeVar("_T")
 
 
@@ -47,32 +49,41 @@ class ModelSource:
     name: str
     repo: str = ""
     commit: str = ""
+    lora: str = ""  # folder of an adapter that is merged into the weights
 
     def fingerprint(self, cache_format: str | None = None) -> bytes:
         """32 bytes that name the bits this model computes: contents of weight files, config, cache format and run dtype.
 
-        Files are streamed. Results are remembered in the process as long as size and time of the files stay.
+        Files are streamed, and their digests remembered as pipeline/fingerprints.py says.
         Raises UserError when a file cannot be read, and as `resolve_cache_format`.
         """
         cache_format = resolve_cache_format(self, cache_format)
         digest = hashlib.blake2b(_DOMAIN, digest_size=32)
         for file in weight_files(self):
             name = b"" if self.kind == "gguf" else file.name.encode()
-            digest.update(struct.pack("<I", len(name)) + name + _file_digest(file))
+            digest.update(struct.pack("<I", len(name)) + name + file_digest(file))
         config = b"" if self.kind == "gguf" else _canonical_config(self)
         run = run_format(self, cache_format)
         formats = cache_format if run == cache_format else f"{cache_format} {run}"
         digest.update(struct.pack("<Q", len(config)) + config + formats.encode())
+        if self.lora:  # models without one keep the fingerprints they have
+            adapter = Adapter.open(self.lora)
+            digest.update(b" lora " + file_digest(adapter.folder / LORA_WEIGHTS) + adapter.canonical())
         return digest.digest()
 
 
 # ---------------------------------------------------------------- finding it
-def resolve_model(spec: str | os.PathLike[str]) -> ModelSource:
+def resolve_model(spec: str | os.PathLike[str], lora: str | os.PathLike[str] | None = None) -> ModelSource:
     """The model that `spec` names: an existing folder, a *.gguf file or a hub id (`org/name`, `org/name@revision`).
 
-    A hub id is downloaded into the hub's cache (or only looked up there with HF_HUB_OFFLINE=1).
+    lora: folder of an adapter; the model with it is another one and is called model+adapter. A hub id is downloaded into the hub's
+    cache (or only looked up there with HF_HUB_OFFLINE=1).
     Raises UserError in one sentence when there is no such model or it is not readable.
     """
+    if lora is not None:
+        adapter = Adapter.open(str(Path(lora).expanduser().resolve()))
+        source = resolve_model(spec)
+        return replace(source, name=f"{source.name}+{adapter.folder.name}", lora=str(adapter.folder))
     text = os.fspath(spec)
     path = Path(text).expanduser()
     if not text:
@@ -93,7 +104,9 @@ def resolve_model(spec: str | os.PathLike[str]) -> ModelSource:
 def _resolve_folder(path: Path) -> ModelSource:
     source = ModelSource("folder", str(path.resolve()), path.resolve().name)
     if (path / "adapter_config.json").exists():
-        raise UserError(f"the model folder {str(path)!r} holds a LoRA adapter; merge it into its model first")
+        raise UserError(
+            f"the model folder {str(path)!r} holds a LoRA adapter; pass its model, and this folder with --lora"
+        )
     if not (path / "config.json").is_file():
         found = sorted(path.glob("*.gguf"))
         hint = f"; pass the file {str(found[0])!r} instead" if found else ""
@@ -124,12 +137,14 @@ def localise(source: ModelSource) -> ModelSource:
 
     Raises UserError when a folder or file that was found elsewhere does not exist on this node.
     """
-    if Path(source.path).exists():
+    missing = next((path for path in (source.lora, source.path) if path and not Path(path).exists()), None)
+    if missing is None:
         return source
-    if source.kind == "hub":
-        return _from_hub(source.repo, source.commit)
+    if source.kind == "hub" and missing == source.path:
+        found = _from_hub(source.repo, source.commit)
+        return replace(found, name=source.name, lora=source.lora)
     raise UserError(
-        f"the model {source.path!r} does not exist on node {socket.gethostname()!r}; "
+        f"the model {missing!r} does not exist on node {socket.gethostname()!r}; "
         "put it on storage that every node mounts, or pass a hub id"
     )
 
@@ -165,23 +180,6 @@ def _shard_map(index: Path) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- fingerprint
-def _file_digest(path: Path) -> bytes:
-    try:
-        stat = path.stat()
-        return _digest_of(str(path), stat.st_size, stat.st_mtime_ns)
-    except OSError as error:
-        raise UserError(f"the weight file {str(path)!r} cannot be read ({error.strerror})") from error
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest_of(path: str, size: int, mtime_ns: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=32)
-    with open(path, "rb") as file:
-        while block := file.read(_READ):
-            digest.update(block)
-    return digest.digest()
-
-
 def _canonical_config(source: ModelSource) -> bytes:
     """config.json without what changes no bit of K and V: where it came from, who wrote it, the file's dtype."""
     config = {k: v for k, v in _read_json(Path(source.path) / "config.json").items() if k not in _VOLATILE}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from codec.errors import UserError
+from pipeline.lora import Adapter
 from pipeline.model_source import (
     RUN_DTYPES,
     ModelSource,
@@ -58,20 +59,22 @@ def _hf_name(name: str) -> str:
 def load_weights(source: ModelSource, cache_format: str | None = None) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """The config dict and the tensors of a predictor, under names like `model.layers.0.mlp.up_proj.weight`.
 
-    Safetensors are read a tensor at a time; a GGUF file is dequantised as a whole. Floating-point tensors come in the
-    dtype in which the target runs for `cache_format`. Raises UserError, also for checkpoints with packed weights.
+    Safetensors are read a tensor at a time; a GGUF file, or a model with an adapter, is loaded as a whole. Floating-point tensors
+    come in the dtype in which the target runs for `cache_format`. Raises UserError, also for checkpoints with packed weights.
     """
     source = localise(source)
     dtype = RUN_DTYPES[run_format(source, resolve_cache_format(source, cache_format))]
     config = load_config(source)
     if source.kind == "gguf":
-        return config, _gguf_weights(source, dtype)
+        return config, _merged_weights(source, dtype)
+    if source.lora:
+        return config, _merged_weights(source, dtype)
     if config.get("quantization_config"):
         raise UserError(f"the model {source.path!r} has quantised weights; a predictor is built from plain ones only")
     return config, SafetensorsWeights(source, dtype)
 
 
-def _gguf_weights(source: ModelSource, dtype: torch.dtype) -> dict[str, Tensor]:
+def _merged_weights(source: ModelSource, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in load_model(source, dtype).state_dict().items()}
 
 
@@ -96,4 +99,6 @@ def load_model(source: ModelSource, dtype: torch.dtype, device_map: str | dict[s
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise UserError(f"the model {source.path!r} lacks the weight {min(absent)!r}{more}, or it has another shape")
+    if source.lora:
+        Adapter.open(source.lora).merge(model)
     return model.eval()

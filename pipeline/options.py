@@ -72,6 +72,7 @@ class Options:
     cache_dtype: str | None = None
     fp8_scale: str | None = None  # None: DEFAULT_FP8_SCALE where the cache is FP8
     chunk_tokens: int = 256
+    lora: str | None = None
     calibration: str | None = None
     actors: int | None = None
     device: str = "auto"
@@ -112,7 +113,7 @@ class Options:
         if self.max_store_bytes is not None:
             parse_bytes(self.max_store_bytes)
         if self.report is not None:
-            _check_report(self.report)
+            check_file("--report", self.report)
 
     def _check_gpus(self) -> None:
         if self.gpus_per_actor is None:
@@ -197,9 +198,10 @@ def _between(name: str, value: int, low: int, high: int) -> None:
         raise UserError(f"{name} {value} must be at least {low} and at most {high}")
 
 
-def _check_report(path: str) -> None:
+def check_file(name: str, path: str) -> None:
+    """Raise UserError where the option `name` gives a path at which no file can be written."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise UserError(f"--report {path}: the folder {folder} does not exist; make it first")
+        raise UserError(f"{name} {path}: the folder {folder} does not exist; make it first")
     if os.path.isdir(path):
-        raise UserError(f"--report {path} is a folder; name a file")
+        raise UserError(f"{name} {path} is a folder; name a file")

@@ -8,7 +8,8 @@
     predictors/<fingerprint>.safetensors         the predictor's weights as used
     prompts/<target>/<name>.parquet              which prompt is made of which chunks
     index/<target>/<profile>/<name>.parquet      one index part a committed task
-    current/<model name>                         a small pointer to the generation in use
+    current/<model name>/<format>/<number>       which generation readers of a model follow; the highest number counts
+    runs/<time>-<id>.json                        what one run was asked and what it came to
     quarantine/<path>                            what verification with --repair has put aside
     running/<name>                               a job that is at work; locks/gc: a collection or a repair is
 
@@ -29,7 +30,7 @@ SCHEMES = ("file://", "s3://")
 MARKER = "store.json"
 BLOBS, INDEX, PROMPTS, PROFILES, PREDICTORS, SCALES = "blobs", "index", "prompts", "profiles", "predictors", "scales"
 BY_CONFIG = "by-config"
-CURRENT, QUARANTINE, RUNNING, LOCKS = "current", "quarantine", "running", "locks"
+CURRENT, QUARANTINE, RUNNING, LOCKS, RUNS = "current", "quarantine", "running", "locks", "runs"
 DIGEST_BYTES = 32
 
 _MAX_COMPONENT = 255  # bytes: the limit of the usual local file systems
@@ -160,15 +161,25 @@ def parse_index_path(path: str) -> tuple[bytes, bytes]:
     return bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
 
-def current_path(model_name: str) -> str:
-    """Path of the pointer for a model; the name is percent-encoded, so "a/b" and "..", too, are plain file names."""
+def current_path(model_name: str, cache_format: str, number: int) -> str:
+    """Path of entry `number` of the pointer for a model's caches in one format.
+
+    The name is percent-encoded, so "a/b" and "..", too, are plain file names.
+    """
     try:
         name = quote(model_name, safe=" +=,@")
     except UnicodeEncodeError:
         raise DataError(f"the model name {model_name!r:.200} is not valid UTF-8") from None
     if name.startswith("."):
         name = "%2E" + name[1:]
-    return validate_path(f"current/{name}")
+    if not re.fullmatch(r"[a-z0-9_]+", cache_format) or not 0 <= number < 10**8:
+        raise DataError(f"{cache_format!r:.80} and {number} are no cache format and no number of a pointer's entry")
+    return validate_path(f"{CURRENT}/{name}/{cache_format}/{number:08}")
+
+
+def run_path(started: str, run: str) -> str:
+    """Path of a run's record: `started` as YYYYMMDDTHHMMSSZ, so that a listing is in the order of time."""
+    return validate_path(f"{RUNS}/{started}-{run}.json")
 
 
 def parse_store_uri(uri: str) -> tuple[bool, str]:

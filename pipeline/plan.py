@@ -61,23 +61,31 @@ class Admitted:
     duplicates: int
 
 
-def admit(prompts: Iterable[Prompt], bad: Iterable[Bad], *, limit: int | None, skip_bad: bool, corpus: str) -> Admitted:
+def admit(
+    prompts: Iterable[Prompt],
+    bad: Iterable[Bad],
+    *,
+    limit: int | None,
+    skip_bad: bool,
+    corpus: str,
+    one_corpus: bool = True,
+) -> Admitted:
     """Put the corpus in order and decide what belongs to the job.
 
     The first `limit` distinct prompts are taken, in the order of files and records; what comes after the last of
     them is not looked at. A record with an id seen before is a copy (counted, left out) when its content is equal; ids of
-    different tenants have nothing to do with each other.
+    different tenants have nothing to do with each other, and so it is with all ids where the prompts are not of `one_corpus`.
 
     Raises:
         UserError: two records share an id and differ; a bad record without `skip_bad`; no prompt at all.
     """
-    taken: dict[tuple[str, str], Prompt] = {}
+    taken: dict[tuple[str, str, bytes], Prompt] = {}
     duplicates = 0
     end: tuple[int, int] | None = None
     for prompt in sorted(prompts, key=lambda p: p.position):
         if limit is not None and len(taken) == limit:
             break
-        known = taken.setdefault((prompt.tenant, prompt.id), prompt)
+        known = taken.setdefault((prompt.tenant, prompt.id, b"" if one_corpus else prompt.content), prompt)
         end = prompt.position
         if known is prompt:
             continue

@@ -95,8 +95,6 @@ class Tokenise:
         self._tokenizer: Any = None
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(localise(self._settings.model))
         for file, index, shard, shards in zip(
             batch["file"], batch["index"], batch["shard"], batch["shards"], strict=True
         ):
@@ -122,24 +120,35 @@ class Tokenise:
         place = {"file": file, "record": number, "source": record.source, "reason": None}
         if isinstance(record, BadRecord):
             return place | {"reason": record.reason}
-        settings = self._settings
-        if record.salt is not None and settings.roots.tenant:
+        if record.salt is not None and self._settings.roots.tenant:
             return place | {"reason": "has a salt of its own, and --salt-env gives all records another one"}
         try:
-            ids = token_ids(
-                record,
-                self._tokenizer,
-                max_tokens=settings.max_tokens,
-                context_length=settings.context_length,
-                vocab_size=settings.vocab_size,
-            )
+            ids = self._ids(record, self._settings.context_length)
         except BadPrompt as error:
             return place | {"reason": f"the prompt {record.id!r} {error.reason}"}
-        tenant, root = settings.roots.of(record.salt)
-        return place | {
+        return place | self._usable(record, ids, *self._settings.roots.of(record.salt))
+
+    def _ids(self, record: Record, context_length: int) -> list[int]:
+        """Token ids of a record. Raises BadPrompt."""
+        return token_ids(
+            record,
+            self._loaded(),
+            max_tokens=self._settings.max_tokens,
+            context_length=context_length,
+            vocab_size=self._settings.vocab_size,
+        )
+
+    def _loaded(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(localise(self._settings.model))
+        return self._tokenizer
+
+    def _usable(self, record: Record, ids: list[int], tenant: str, root: bytes) -> dict[str, Any]:
+        """What a row says of a record that can be used."""
+        return {
             "id": record.id,
             "n_tokens": len(ids),
-            "keys": b"".join(chunk_keys(root, ids, settings.roots.chunk_tokens)),
+            "keys": b"".join(chunk_keys(root, ids, self._settings.roots.chunk_tokens)),
             "tenant": tenant,
             "root": root,
             "content": record.content_hash(),

@@ -11,6 +11,7 @@ chunks_skipped        distinct chunks that were stored already
 raw_bytes             of the distinct chunks, as the target holds them; stored_bytes: their blobs
 chunks_verified       new chunks that came back from the store as the index says; chunks_failed: those that did not
 bad_records           records that --skip-bad left out
+health                of the new chunks: what layers cost beside what calibration promised (pipeline/health.py); null where nothing ran
 target_tokens_per_s   tokens that ran through the target, over the seconds that its forward passes took
 tokens_per_s          tokens of new chunks over the seconds that encode actors worked, loading of models left out; both
                       are rates of one actor, so their quotient says what compressing costs. null where nothing ran
@@ -29,6 +30,7 @@ from rich.table import Table
 
 from codec.errors import StorageError
 from pipeline.estimate import Estimate
+from pipeline.health import Costs, Health
 from pipeline.plan import Plan
 from pipeline.work import WRITTEN, ChunkFigures, GroupResult
 
@@ -43,6 +45,7 @@ class Outcome:
     target_tokens: int = 0
     target_seconds: float = 0.0
     seconds: float = 0.0
+    costs: tuple[tuple[Costs | None, int], ...] = ()  # a group each, and how many chunks they are of
 
     @staticmethod
     def of(results: Sequence[GroupResult], before: Mapping[bytes, ChunkFigures]) -> Outcome:
@@ -62,10 +65,13 @@ class Outcome:
             sum(result.target_tokens for result in results),
             sum(result.target_seconds for result in results),
             sum(result.seconds for result in results),
+            tuple((result.costs, result.measured) for result in results),
         )
 
 
-def make_report(plan: Plan, outcome: Outcome, *, profile_bytes: int, bad_records: int) -> dict[str, Any]:
+def make_report(
+    plan: Plan, outcome: Outcome, *, profile_bytes: int, bad_records: int, health: Health | None = None
+) -> dict[str, Any]:
     """The report as plain data, with the keys documented above and `per_prompt`."""
     chunks = [outcome.figures[key] for key in plan.chunks]
     new = [chunk for chunk in chunks if chunk.outcome == WRITTEN]
@@ -92,6 +98,7 @@ def make_report(plan: Plan, outcome: Outcome, *, profile_bytes: int, bad_records
         "bad_records": bad_records,
         "target_tokens_per_s": _per(outcome.target_tokens, outcome.target_seconds),
         "tokens_per_s": _per(_sum(new, "tokens"), outcome.seconds) if new else None,
+        "health": None if health is None else health.to_dict(),
         "per_prompt": _per_prompt(plan, outcome.figures),
     }
 
@@ -155,6 +162,12 @@ def show_report(console: Console, report: Mapping[str, Any], title: str) -> None
         ("with compression", f"{_number(report['tokens_per_s'], 1)} tokens/s an actor"),
         ("chunks verified", f"{report['chunks_verified']:,}, {report['chunks_failed']:,} failed"),
     ]
+    if report["health"]:
+        excess = report["health"]["excess_bits"]
+        rows.insert(
+            -3,
+            ("beside calibration", f"{excess:+.3f} bits a scalar{' (drifted)' if report['health']['drifted'] else ''}"),
+        )
     if report["bad_records"]:
         rows.append(("bad records", f"{report['bad_records']:,} skipped"))
     show_rows(console, title, rows)
@@ -187,9 +200,13 @@ def show_rows(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> 
         say(console, f"  {name.ljust(width)}  {value}")
 
 
-def say(console: Console, text: str) -> None:
-    """One line as it is: no markup, no colours, no wrapping."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def say(console: Console, text: str, **about: str) -> None:
+    """One line as it is: no markup, no colours, no wrapping. about: what a log that takes fields says beside it, such as prompt."""
+    event = getattr(console, "event", None)
+    if event is not None:
+        event(text, **about)
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:
@@ -214,11 +231,15 @@ def write_report(path: str, report: Mapping[str, Any]) -> None:
     Raises:
         StorageError: the file cannot be written.
     """
+    write_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a local file: all of it, or nothing. Raises StorageError."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1, ensure_ascii=False)
-            file.write("\n")
+            file.write(text)
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(f"the report {path} cannot be written ({error.strerror})") from error

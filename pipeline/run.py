@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,30 +17,31 @@ from rich.console import Console
 
 from codec.errors import DataError
 from codec.predictor.config import MAX_CONTEXT
-from codec.scales import CacheScales
 from pipeline import ray_runtime, report
 from pipeline.actors import EncodeActor, VerifyActor
-from pipeline.cache_scales import calibrate_scales, find_scales
+from pipeline.cache_scales import calibrate_scales
 from pipeline.calibration import Sample, calibrate, choose_sample, find_profile
-from pipeline.choice import choose
 from pipeline.committed import Committed, find_committed
 from pipeline.corpus import list_corpus
+from pipeline.current import point_first, refuse_retired
 from pipeline.estimate import estimate
 from pipeline.heal import computed
+from pipeline.health import Health, of_groups
 from pipeline.lease import at_work
-from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
-from pipeline.options import Options, Verify, parse_bytes, scale_mode
-from pipeline.paths import MARKER, profile_path
+from pipeline.metrics import Metrics
+from pipeline.options import Options
+from pipeline.paths import profile_path
 from pipeline.plan import Admitted, Plan, Prompt, admit, make_plan
+from pipeline.prepare import Prepared, prepare
 from pipeline.progress import Counts, Display, ProgressBoard, Reporter
 from pipeline.prompts import Rekey, Tokenise, Tokenising, split_rows, with_keys, work_items
-from pipeline.quota import Quota, make_quota, room
+from pipeline.quota import Quota, make_quota
 from pipeline.ray_runtime import Cluster, Pools
+from pipeline.recording import Ran, recorded
 from pipeline.report import Outcome, say
-from pipeline.store import Store
-from pipeline.target import check_cache, context_length, kv_shape
-from pipeline.tenancy import Roots, tenant_name
-from pipeline.work import Device, GroupResult, Job, make_group
+from pipeline.retell import Retell, Retelling
+from pipeline.target import context_length
+from pipeline.work import Device, GroupResult, Job, load_profile, make_group, verify_groups
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
 ACTOR_BYTES = 1 << 30  # and what it needs besides
@@ -55,38 +56,6 @@ class Consoles:
     result: Console
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """All that can be known before Ray is started and anything is written."""
-
-    options: Options
-    job: Job
-    config: dict[str, Any]
-    files: list[str]
-    rope: str
-    weight_bytes: int
-    stored: bool  # whether there is a store yet
-    notes: tuple[str, ...] = ()  # what the user should know before the job begins
-
-    @property
-    def roots(self) -> Roots:
-        """What chains begin with; its own root holds the salt, and the scales as far as they are known."""
-        job = self.job
-        return Roots.make(
-            target=job.target,
-            cache_format=job.cache_format,
-            chunk_tokens=job.chunk_tokens,
-            rope_regime=self.rope,
-            scales=job.scales,
-            salt=self.options.salt(),
-        )
-
-    @property
-    def root(self) -> bytes:
-        """Key of the empty prefix of records without a salt of their own."""
-        return self.roots.root
-
-
 def run(options: Options, consoles: Consoles) -> int:
     """Do what the options say. 0 if all that was asked for is stored and verified, else 1.
 
@@ -94,11 +63,37 @@ def run(options: Options, consoles: Consoles) -> int:
         UserError, DataError, StorageError: as one sentence each, also for what went wrong inside an actor.
     """
     prepared = prepare(options)
+    with recorded("compress", prepared.job, options) as record:
+        ran = carry_out(prepared, consoles, lambda job: refuse_retired(job.store, (job.target, job.profile)))
+        if not options.dry_run:
+            record(ran)
+            if ran.status == 0:
+                _show_readers(ran.job, consoles)
+    return ran.status
+
+
+def _show_readers(job: Job, consoles: Consoles) -> None:
+    """Point readers of the model to its first generation; later ones are for a recompression to show."""
+    name = job.model.name, job.cache_format
+    now = point_first(job.store, *name, (job.target, job.profile)).current(*name)
+    if now is not None and now.target != job.target:
+        say(
+            consoles.notes,
+            f"the weights of {job.model.name} have changed: who asks for the model by its name still gets the caches of target "
+            f"{now.target.hex()[:16]}; jobs/recompress.py makes all of them anew and points readers to these",
+        )
+
+
+def carry_out(prepared: Prepared, consoles: Consoles, before_encode: Callable[[Job], None]) -> Ran:
+    """Do what was prepared. before_encode: called with the job as soon as its profile is known, before a chunk is stored.
+
+    Raises as `run`.
+    """
     for note in prepared.notes:
         say(consoles.notes, note)
     try:
-        with ray_runtime.connected(options.actors) as cluster, _lease(prepared):
-            return _run(prepared, cluster, consoles)
+        with ray_runtime.connected(prepared.options.actors) as cluster, _lease(prepared):
+            return _run(prepared, cluster, consoles, before_encode)
     except Exception as error:
         ours = ray_runtime.our_error(error)
         if ours is None or ours is error:
@@ -106,54 +101,12 @@ def run(options: Options, consoles: Consoles) -> int:
         raise ours from error
 
 
-def prepare(options: Options) -> Prepared:
-    """Check the options, find corpus and model, open the store."""
-    options.check()
-    files = list_corpus(options.corpus)
-    if options.calibration is not None:
-        list_corpus(options.calibration)
-    model = resolve_model(options.model)
-    config = load_config(model)
-    choice = choose(options.predictor, options.loop, options.window, config)
-    check_cache(hf_config(model), model)
-    cache_format = resolve_cache_format(model, options.cache_dtype)
-    # A dry run writes nothing, so it must do without a store that is not there yet.
-    store = Store(options.store)
-    stored = not options.dry_run or store.exists(MARKER)
-    if stored:
-        store = Store.open(options.store, create=not options.dry_run)
-        if options.max_store_bytes is not None and not options.dry_run:
-            room(store, parse_bytes(options.max_store_bytes))
-    target = model.fingerprint(cache_format)  # reads all weights, so it comes last
-    job = Job(
-        store,
-        model,
-        target,
-        cache_format,
-        options.chunk_tokens,
-        choice.kind,
-        options.loop,
-        tenant_name(options.salt()),
-        verify=Verify.parse(options.verify),
-        window=options.window,
-        coder=options.coder,
-        scale_mode=scale_mode(cache_format, options.fp8_scale),
-    )
-    if job.scale_mode == "none":
-        layers, _, heads = kv_shape(config)
-        job = replace(job, scales=CacheScales.none(layers, heads).to_bytes())
-    elif job.scale_mode and stored:
-        job = find_scales(job) or job
-    weight_bytes = sum(file.stat().st_size for file in weight_files(model))
-    return Prepared(options, job, config, files, choice.rope_regime, weight_bytes, stored, choice.notes)
-
-
 def _lease(prepared: Prepared) -> AbstractContextManager[None]:
     """So that a collection knows of this job, which is about to use what nothing in the store uses yet."""
     return nullcontext() if prepared.options.dry_run else at_work(prepared.job.store)
 
 
-def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
+def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles, before_encode: Callable[[Job], None]) -> Ran:
     options, job = prepared.options, prepared.job
     start = time.monotonic()
     ray_runtime.check_shared(cluster, store_is_local=job.store.is_local, shared_fs=options.shared_fs, uri=job.store.uri)
@@ -170,12 +123,15 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
     before, plan = _plan(job, admitted.prompts)
     pools = _pools(prepared, cluster, device, len(plan.groups))
     if options.dry_run:
-        return _dry_run(prepared, plan, before, pools, device, consoles)
+        return Ran(_dry_run(prepared, plan, before, pools, device, consoles), job, {})
     results: list[GroupResult] = []
     if plan.groups:
-        if found is None:
+        if found is not None:
+            before_encode(job)
+        else:
             job = _calibrate(prepared, sources, pools, device, consoles)
             # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
+            before_encode(job)
             before, plan = _plan(job, admitted.prompts)
         quota = make_quota(job.store, options.max_store_bytes)
         results, before, plan = computed(
@@ -187,6 +143,8 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> int:
         )
     if not plan.groups:
         say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
+    if prepared.whole and before.figures:
+        results += _verify_stored(job, plan, before, pools, device, consoles)
     return _finish(prepared, job, plan, admitted, before, results, time.monotonic() - start, consoles)
 
 
@@ -210,18 +168,36 @@ def _admit(prepared: Prepared, cluster: Cluster, consoles: Consoles) -> Admitted
 
 
 def _admitted(prepared: Prepared, cluster: Cluster) -> Admitted:
-    options = prepared.options
-    prompts, bad = split_rows(_tokenise(prepared, prepared.files, options.limit, cluster))
-    return admit(prompts, bad, limit=options.limit, skip_bad=options.skip_bad, corpus=options.corpus)
+    if prepared.admitted is not None:
+        return prepared.admitted
+    options, retelling = prepared.options, prepared.retelling
+    if retelling is None:
+        tables = _tokenise(prepared, prepared.files, options.limit, cluster)
+    else:
+        tables = retelling.rows(_retell(prepared, retelling, cluster))
+    prompts, bad = split_rows(tables)
+    where = options.corpus if retelling is None else f"that {prepared.job.store.uri} keeps"
+    return admit(
+        prompts, bad, limit=options.limit, skip_bad=options.skip_bad, corpus=where, one_corpus=retelling is None
+    )
 
 
 def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: Cluster) -> Iterator[Any]:
-    data: Any = importlib.import_module("ray.data")
-    options = prepared.options
-    settings = Tokenising(
-        prepared.job.store,
-        prepared.job.model,
-        prepared.job.target,
+    yield from _stage(Tokenise, (_tokenising(prepared, limit),), work_items(files, limit, _slots(cluster)), cluster)
+
+
+def _retell(prepared: Prepared, retelling: Retelling, cluster: Cluster) -> Iterator[Any]:
+    items = work_items(retelling.parts(prepared.job.store), None, 1)
+    roots = prepared.roots.of_tenants(retelling.salts())
+    yield from _stage(Retell, (_tokenising(prepared, None), roots), items, cluster)
+
+
+def _tokenising(prepared: Prepared, limit: int | None) -> Tokenising:
+    options, job = prepared.options, prepared.job
+    return Tokenising(
+        job.store,
+        job.model,
+        job.target,
         prepared.roots,
         min(context_length(prepared.config), MAX_CONTEXT),
         int(prepared.config["vocab_size"]),
@@ -229,14 +205,17 @@ def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: 
         limit,
         not options.dry_run,
     )
-    slots = _slots(cluster)
-    items = work_items(files, limit, slots)
-    stage = data.from_items(items, override_num_blocks=len(items)).map_batches(
-        Tokenise,
-        fn_constructor_args=(settings,),
+
+
+def _stage(kind: type, arguments: tuple[Any, ...], items: list[dict[str, Any]], cluster: Cluster) -> Iterator[Any]:
+    """Tables that actors of this kind make of the items, one an item."""
+    data: Any = importlib.import_module("ray.data")
+    stage = data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS)).map_batches(
+        kind,
+        fn_constructor_args=arguments,
         batch_size=1,
         num_cpus=1,
-        compute=data.ActorPoolStrategy(size=min(slots, len(items))),
+        compute=data.ActorPoolStrategy(size=min(_slots(cluster), len(items))),
     )
     yield from stage.iter_batches(batch_format="pyarrow", batch_size=None)
 
@@ -298,16 +277,9 @@ def _scale(
 
 
 def _rekey(prepared: Prepared, prompts: list[Prompt], cluster: Cluster) -> list[Prompt]:
-    data: Any = importlib.import_module("ray.data")
-    parts = sorted({prompt.part for prompt in prompts})
-    stage = data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts)).map_batches(
-        Rekey,
-        fn_constructor_args=(prepared.job.store, prepared.root, prepared.options.chunk_tokens),
-        batch_size=1,
-        num_cpus=1,
-        compute=data.ActorPoolStrategy(size=min(_slots(cluster), len(parts))),
-    )
-    return with_keys(prompts, stage.iter_batches(batch_format="pyarrow", batch_size=None))
+    items = [{"part": part} for part in sorted({prompt.part for prompt in prompts})]
+    arguments = prepared.job.store, prepared.root, prepared.options.chunk_tokens
+    return with_keys(prompts, _stage(Rekey, arguments, items, cluster))
 
 
 def _slots(cluster: Cluster) -> int:
@@ -366,8 +338,34 @@ def _compute(
         total_chunks=len(plan.new),
         total_verify=len(wanted),
     )
+    metrics, results = Metrics(job), list[GroupResult]()
+    metrics.queue(len(groups))
     with show:
-        return [GroupResult.from_json(row["result"]) for row in stage.iter_rows()]
+        for row in stage.iter_rows():
+            results.append(GroupResult.from_json(row["result"]))
+            metrics.queue(len(groups) - len(results))
+    return results
+
+
+def _verify_stored(
+    job: Job, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles
+) -> list[GroupResult]:
+    """Decode what earlier runs have stored of these prompts, too."""
+    data: Any = importlib.import_module("ray.data")
+    groups = verify_groups(plan, before.figures)
+    say(consoles.notes, f"verifying {len(plan.stored):,} chunks that were stored before")
+    stage = data.from_items(
+        [{"result": group.to_json()} for group in groups], override_num_blocks=min(len(groups), MAX_BLOCKS)
+    )
+    stage = stage.map_batches(
+        VerifyActor,
+        fn_constructor_args=(job, _device(device, pools.verify_gpus, pools.verify_cpus), Reporter(None)),
+        batch_size=1,
+        num_cpus=max(1, pools.verify_cpus),
+        num_gpus=pools.verify_gpus,
+        compute=data.ActorPoolStrategy(size=max(1, pools.verifiers)),
+    )
+    return [GroupResult.from_json(row["result"]) for row in stage.iter_rows()]
 
 
 # ---------------------------------------------------------------- the end
@@ -396,22 +394,33 @@ def _finish(
     results: list[GroupResult],
     seconds: float,
     consoles: Consoles,
-) -> int:
+) -> Ran:
     outcome = Outcome.of(results, before.figures)
     missing = [key for key in plan.chunks if key not in outcome.figures]
     if missing:
         raise DataError(f"{len(missing)} chunks were not stored, among them {missing[0].hex()}; run the job again")
-    wanted = {key for key in plan.new if job.verify.selects(key)}
+    wanted = {key for key in (plan.chunks if prepared.whole else plan.new) if job.verify.selects(key)}
     unseen = wanted - outcome.verified - outcome.failed.keys()
     if unseen:
         raise DataError(f"{len(unseen)} chunks were stored but not verified, among them {next(iter(unseen)).hex()}")
     for message in outcome.failed.values():
         say(consoles.notes, f"failed: {message}")
-    figures = report.make_report(
-        plan, outcome, profile_bytes=job.store.size(profile_path(job.profile)), bad_records=len(admitted.bad)
-    )
+    health = _health(job, outcome)
+    size = job.store.size(profile_path(job.profile))
+    figures = report.make_report(plan, outcome, profile_bytes=size, bad_records=len(admitted.bad), health=health)
     title = f"{job.model.name}, {job.cache_format}, {job.predictor_kind} {job.loop} loop: {report.duration(seconds)}"
     report.show_report(consoles.result, figures, title)
+    if health is not None and (warning := health.warning()) is not None:
+        say(consoles.notes, warning)
     if prepared.options.report is not None:
         report.write_report(prepared.options.report, figures)
-    return 1 if outcome.failed else 0
+    scalars = sum(c.scalars_k + c.scalars_v for c in (outcome.figures[key] for key in plan.chunks))
+    return Ran(1 if outcome.failed else 0, job, figures, scalars)
+
+
+def _health(job: Job, outcome: Outcome) -> Health | None:
+    """Of the chunks that this run encoded, None without any."""
+    if all(costs is None for costs, _ in outcome.costs):
+        return None  # then the profile need not be read
+    profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
+    return of_groups(outcome.costs, profile)

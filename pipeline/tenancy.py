@@ -9,6 +9,7 @@ needs to find the tokens of a chunk. A salt that can be guessed can be found fro
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from codec.keys import root_key
@@ -44,6 +45,10 @@ class Roots:
         if salt is None:
             return self.tenant, self.root
         return tenant_name(salt.encode()), self._root(salt.encode())
+
+    def of_tenants(self, salts: Iterable[bytes]) -> dict[str, bytes]:
+        """Tenant -> key of the empty prefix: of these salts' tenants, and of prompts without a salt."""
+        return {tenant_name(salt): self._root(salt) for salt in (b"", *salts)}
 
     def _root(self, salt: bytes) -> bytes:
         return root_key(

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import codec
 from codec import coders
 from codec.errors import DataError
 from codec.scales import CacheScales
+from pipeline.health import Costs
 from pipeline.model_source import ModelSource
 from pipeline.options import Verify
 from pipeline.paths import predictor_path, profile_path
-from pipeline.plan import Prompt
+from pipeline.plan import Plan, Prompt, group_prompts
 from pipeline.rung import Rung
 from pipeline.store import Store
 
@@ -47,6 +48,14 @@ class OtherBits(DataError):
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """A stored generation of the same target whose chunks are encoded again."""
+
+    predictor: bytes
+    profile: bytes
+
+
+@dataclass(frozen=True)
 class Job:
     """What every actor of a job is told. Secrets are not among it: tenants are named by a hash of their salt."""
 
@@ -65,6 +74,7 @@ class Job:
     coder: str = coders.DEFAULT
     scale_mode: str = ""  # of an FP8 cache: one of SCALE_MODES
     scales: bytes = b""  # CacheScales of an FP8 cache; empty also as long as they are not known
+    decoded: Decoded | None = None  # where the truth is read from; None: the target computes it
 
     @property
     def rung(self) -> Rung:
@@ -188,12 +198,15 @@ class GroupResult:
     target_tokens: int  # run through the target
     target_seconds: float  # spent in it
     seconds: float  # spent on the group as a whole, loading of models not included
+    costs: Costs | None = None  # of the `measured` chunks that this group encoded
+    measured: int = 0
     verified: list[bytes] = field(default_factory=list)
     failed: dict[bytes, str] = field(default_factory=dict)  # key -> what is wrong, naming the blob
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""
-        data = asdict(self)
+        data = asdict(replace(self, costs=None))
+        data["costs"] = None if self.costs is None else self.costs.to_plain()
         data["prompts"] = [prompt.to_plain() for prompt in self.prompts]
         data["chunks"] = [asdict(c) | {"key": c.key.hex()} for c in self.chunks]
         data["verified"] = [key.hex() for key in self.verified]
@@ -206,9 +219,21 @@ class GroupResult:
         data: dict[str, Any] = json.loads(text)
         data["prompts"] = tuple(map(PromptRef.from_plain, data["prompts"]))
         data["chunks"] = [ChunkFigures(**(c | {"key": bytes.fromhex(c["key"])})) for c in data["chunks"]]
+        data["costs"] = Costs.from_plain(data["costs"])
         data["verified"] = list(_keys(data["verified"]))
         data["failed"] = {bytes.fromhex(key): message for key, message in data["failed"].items()}
         return GroupResult(**data)
+
+
+def verify_groups(plan: Plan, figures: Mapping[bytes, ChunkFigures]) -> list[GroupResult]:
+    """The stored chunks of a plan for the verify stage, as if they had just been encoded; each chunk is in one group."""
+    groups, seen = [], set[bytes]()
+    for prompts in group_prompts(plan.prompts, plan.chunks, frozenset(plan.new)):
+        refs = make_group(prompts, frozenset(), {}).prompts
+        keys = dict.fromkeys(key for ref in refs for key in ref.keys if key in plan.stored and key not in seen)
+        seen.update(keys)
+        groups.append(GroupResult(refs, [figures[key] for key in keys], "", 0, 0.0, 0.0))
+    return groups
 
 
 def _keys(texts: Iterable[str]) -> tuple[bytes, ...]:

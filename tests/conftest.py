@@ -25,6 +25,7 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     TOKENIZERS_PARALLELISM="false",
     AWS_EC2_METADATA_DISABLED="true",
+    KV_CACHE_DIR="off",
     NO_PROXY="127.0.0.1,localhost",
     no_proxy="127.0.0.1,localhost",
 )

@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import codec
@@ -24,11 +25,15 @@ from pipeline.lease import at_work
 from pipeline.options import Options
 from pipeline.paths import blob_path
 from pipeline.plan import Plan, Prompt, admit, make_plan
+from pipeline.prepare import Prepared, prepare
 from pipeline.prompts import Tokenise, Tokenising, split_rows
-from pipeline.run import Prepared, prepare
+from pipeline.recording import Ran
+from pipeline.report import Outcome, make_report
+from pipeline.retell import Retell
 from pipeline.store import Store
 from pipeline.target import Target
-from pipeline.work import Device, GroupResult, Job, make_group
+from pipeline.truth import Prefilled
+from pipeline.work import Device, GroupResult, Job, make_group, verify_groups
 
 CHUNK = 32
 DEVICE = Device("cpu", False, 1)
@@ -65,11 +70,17 @@ def options_of(model: Path, folder: Path, records: Iterable[dict[str, Any]] = RE
 
 def tokenise(prepared: Prepared) -> list[Prompt]:
     """The corpus' prompts."""
-    job = prepared.job
-    settings = Tokenising(job.store, job.model, job.target, prepared.roots, 1024, 384, None, None, True)
-    item = {"file": [prepared.files[0]], "index": [0], "shard": [0], "shards": [1]}
-    found, bad = split_rows(Tokenise(settings)(item))
-    return admit(found, bad, limit=None, skip_bad=False, corpus="corpus").prompts
+    job, retelling, options = prepared.job, prepared.retelling, prepared.options
+    limit, cut, skip = options.limit, options.max_tokens, options.skip_bad
+    settings = Tokenising(job.store, job.model, job.target, prepared.roots, 1024, 384, cut, limit, True)
+    files = prepared.files if retelling is None else retelling.parts(job.store)
+    batch = {"file": files, "index": list(range(len(files))), "shard": [0] * len(files), "shards": [1] * len(files)}
+    if retelling is None:
+        tables = Tokenise(settings)(batch)
+    else:
+        tables = retelling.rows(Retell(settings, prepared.roots.of_tenants(retelling.salts()))(batch))
+    found, bad = split_rows(tables)
+    return admit(found, bad, limit=limit, skip_bad=skip, corpus="corpus", one_corpus=retelling is None).prompts
 
 
 def with_profile(job: Job, prompts: list[Prompt]) -> Job:
@@ -123,12 +134,11 @@ class Made:
         return replace(self, job=replace(self.job, store=Store.open(str(folder / "store"))))
 
 
-def make(options: Options, encoder: type[EncodeActor] = EncodeActor) -> Made:
-    """Run the job on the options' corpus and store."""
-    prepared = prepare(options)
-    prompts = tokenise(prepared)
-    job = with_profile(prepared.job, prompts)
-    notes: list[str] = []
+Compute = Callable[[Committed, Plan], list[GroupResult]]
+
+
+def computing(job: Job, encoder: type[EncodeActor] = EncodeActor) -> Compute:
+    """What encodes and verifies a plan in this process."""
 
     def compute(before: Committed, plan: Plan) -> list[GroupResult]:
         encode, verify = (kind(job, DEVICE, Silent()) for kind in (encoder, VerifyActor))  # type: ignore[arg-type]
@@ -140,10 +150,44 @@ def make(options: Options, encoder: type[EncodeActor] = EncodeActor) -> Made:
             for text in again["result"]
         ]
 
+    return compute
+
+
+def make(options: Options, encoder: type[EncodeActor] = EncodeActor) -> Made:
+    """Run the job on the options' corpus and store."""
+    prepared = prepare(options)
+    prompts = tokenise(prepared)
+    job = with_profile(prepared.job, prompts)
+    notes: list[str] = []
+    compute = computing(job, encoder)
     with at_work(job.store):
         results, _, plan = computed(job, planned(job, prompts), compute, lambda: planned(job, prompts), notes.append)
     assert not any(result.failed for result in results)
     return Made(job, plan, results, notes)
+
+
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the main job and recompression run in this process."""
+    monkeypatch.setattr("pipeline.run.carry_out", carried_out)
+    monkeypatch.setattr("pipeline.recompress.carry_out", carried_out)
+
+
+def carried_out(prepared: Prepared, consoles: object, before_encode: Callable[[Job], None]) -> Ran:
+    """What pipeline.run.carry_out does, in this process and without Ray."""
+    prompts = prepared.admitted.prompts if prepared.admitted is not None else tokenise(prepared)
+    job = with_profile(prepared.job, prompts)
+    before_encode(job)
+    before, plan = planned(job, prompts)
+    results = computing(job)(before, plan)
+    if prepared.whole:
+        verify = VerifyActor(job, DEVICE, Silent())  # type: ignore[arg-type]
+        stored = [group.to_json() for group in verify_groups(plan, before.figures)]
+        results += [GroupResult.from_json(t) for found in verify({"result": stored}) for t in found["result"]]
+    outcome = Outcome.of(results, before.figures)
+    figures = make_report(plan, outcome, profile_bytes=0, bad_records=0)
+    assert not prepared.whole or outcome.verified | outcome.failed.keys() == plan.chunks.keys()
+    scalars = sum(chunk.scalars_k + chunk.scalars_v for chunk in outcome.figures.values())
+    return Ran(1 if outcome.failed else 0, job, figures, scalars)
 
 
 def planned(job: Job, prompts: list[Prompt]) -> tuple[Committed, Plan]:
@@ -169,7 +213,8 @@ class ShakenActor(EncodeActor):
 
     def _loaded(self) -> ChainEncoder:
         encoder = super()._loaded()
-        encoder._target.__class__ = ShakenTarget
+        assert isinstance(encoder.truth, Prefilled)
+        encoder.truth.target.__class__ = ShakenTarget
         return encoder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -24,21 +25,26 @@ RAY = Path(sys.executable).with_name("ray")
 
 @dataclass(frozen=True)
 class Head:
-    """A running head: the address that drivers join, that of the dashboard (which takes submitted jobs), its process."""
+    """A running head: the address that drivers join, that of the dashboard (which takes submitted jobs), where Prometheus asks for
+    metrics, its process."""
 
     address: str
     dashboard: str
+    metrics: str
     pid: int
 
 
 @contextlib.contextmanager
 def ray_head(folder: Path, cpus: int = 4, environment: dict[str, str] | None = None) -> Iterator[Head]:
     """A head with so many logical CPUs, whose log goes into `folder`; workers inherit the environment."""
-    names = ("--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port")
+    names = (
+        "--port", "--dashboard-port", "--ray-client-server-port", "--dashboard-agent-listen-port", "--metrics-export-port"
+    )  # fmt: skip
     ports = free_ports(len(names))
     command = [str(RAY), "start", "--head", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000"]
     command += [f"--node-ip-address={LOOPBACK}", f"--dashboard-host={LOOPBACK}", "--disable-usage-stats"]
     command += [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+    command.append(f"--system-config={json.dumps({'metrics_report_interval_ms': 500})}")
     # Unix sockets have short names: pytest's folders would make them too long.
     temporary = Path("/tmp") / f"kv-{os.getpid()}"
     command.append(f"--temp-dir={temporary}")
@@ -47,7 +53,7 @@ def ray_head(folder: Path, cpus: int = 4, environment: dict[str, str] | None = N
     dashboard = f"http://{LOOPBACK}:{ports[1]}"
     try:
         _wait_for(f"{dashboard}/api/version", process, folder / "log")
-        yield Head(f"{LOOPBACK}:{ports[0]}", dashboard, process.pid)
+        yield Head(f"{LOOPBACK}:{ports[0]}", dashboard, f"http://{LOOPBACK}:{ports[-1]}/metrics", process.pid)
     finally:
         # Its process group is all that it started; asked politely, it would first drain the node for half a minute.
         with contextlib.suppress(ProcessLookupError):

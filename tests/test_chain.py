@@ -18,6 +18,7 @@ from pipeline.options import Verify
 from pipeline.paths import blob_path
 from pipeline.store import Store
 from pipeline.target import Target, load_target, resolve_model
+from pipeline.truth import Prefilled
 from pipeline.verify import ChainVerifier, differing_tensor
 from pipeline.work import ADOPTED, KEPT, WRITTEN, Job
 
@@ -68,9 +69,13 @@ def path_of(job: Job, key: bytes) -> str:
     return blob_path(job.target, job.profile, key)
 
 
+def encoder_of(job: Job, parts: Parts) -> ChainEncoder:
+    return ChainEncoder(job, Prefilled(parts[0]), *parts[1:])
+
+
 def encode_all(job: Job, parts: Parts, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> list[Stored]:
     keys = keys_of(job, tokens)
-    return ChainEncoder(job, *parts).prompt(tokens, keys, frozenset(keys), NONE)
+    return encoder_of(job, parts).prompt(tokens, keys, frozenset(keys), NONE)
 
 
 def rows_of(stored: list[Stored]) -> dict[bytes, bytes]:
@@ -116,21 +121,21 @@ def test_what_is_stored_decodes_to_the_targets_own_cache(job: Job, parts: Parts)
 
 
 def test_a_shared_prefix_is_computed_once(job: Job, parts: Parts) -> None:
-    encoder = ChainEncoder(job, *parts)
+    encoder = encoder_of(job, parts)
     prefix = tokens_of(2, 2 * CHUNK)
     first, second = np.concatenate([prefix, tokens_of(3, 9)]), np.concatenate([prefix, tokens_of(4, CHUNK)])
     todo = frozenset(keys_of(job, first) + keys_of(job, second))
     assert len(encoder.prompt(first, keys_of(job, first), todo, NONE)) == 3
     assert len(encoder.prompt(second, keys_of(job, second), todo, NONE)) == 1
-    assert encoder.target_tokens == 2 * CHUNK + 9 + CHUNK
+    assert encoder.truth.tokens == 2 * CHUNK + 9 + CHUNK
 
 
 def test_nothing_is_computed_where_nothing_is_to_do(job: Job, parts: Parts) -> None:
     tokens = tokens_of(5, 2 * CHUNK)
     encode_all(job, parts, tokens)
-    encoder = ChainEncoder(job, *parts)
+    encoder = encoder_of(job, parts)
     assert encoder.prompt(tokens, keys_of(job, tokens), frozenset(), NONE) == []
-    assert encoder.target_tokens == 0
+    assert encoder.truth.tokens == 0
 
 
 def test_a_stored_prefix_is_continued_without_running_the_target_over_it(job: Job, parts: Parts) -> None:
@@ -138,10 +143,10 @@ def test_a_stored_prefix_is_continued_without_running_the_target_over_it(job: Jo
     whole = np.concatenate([prefix, tokens_of(7, CHUNK)])
     straight = encode_all(job, parts, whole)
     job.store.delete(path_of(job, straight[2].key))
-    encoder = ChainEncoder(job, *parts)
+    encoder = encoder_of(job, parts)
     again = encoder.prompt(whole, keys_of(job, whole), frozenset([straight[2].key]), NONE)
     assert [c.outcome for c in again] == [KEPT, KEPT, WRITTEN]
-    assert encoder.target_tokens == CHUNK
+    assert encoder.truth.tokens == CHUNK
     assert again[2].chain_digest == straight[2].chain_digest
 
 
@@ -178,7 +183,7 @@ def test_the_loser_of_a_race_goes_on_from_the_winners_bits(
     theirs = encode_all(elsewhere, shaken, tokens[: 2 * CHUNK])
     racing = Racing(job.store.uri)
     racing.path, racing.winner = path_of(job, keys[0]), elsewhere.store.get(path_of(job, keys[0]))
-    ours = ChainEncoder(replace_job(job, store=racing), *parts).prompt(tokens, keys, frozenset(keys), NONE)
+    ours = encoder_of(replace_job(job, store=racing), parts).prompt(tokens, keys, frozenset(keys), NONE)
     assert [c.outcome for c in ours] == [ADOPTED, WRITTEN, WRITTEN]
     assert ours[0].layer_checksums == theirs[0].layer_checksums
     assert ours[1].parent_digest == theirs[0].chain_digest
@@ -203,9 +208,9 @@ def test_a_lost_blob_is_made_again_only_with_the_same_bits(job: Job, parts: Part
     job.store.delete(path)
     keys, todo = keys_of(job, tokens), frozenset([stored[0].key])
     with pytest.raises(DataError, match="other bits") as caught:
-        ChainEncoder(job, *parts).prompt(tokens, keys, todo, {stored[0].key: bytes(16)})
+        encoder_of(job, parts).prompt(tokens, keys, todo, {stored[0].key: bytes(16)})
     assert path in str(caught.value) and not job.store.exists(path)
-    ChainEncoder(job, *parts).prompt(tokens, keys, todo, {stored[0].key: stored[0].chain_digest})
+    encoder_of(job, parts).prompt(tokens, keys, todo, {stored[0].key: stored[0].chain_digest})
     assert job.store.get(path) == before
 
 
@@ -219,7 +224,7 @@ def test_after_an_error_the_encoder_starts_afresh(job: Job, parts: Parts, replac
             return super().put_new(path, data)
 
     store = Broken(job.store.uri)
-    encoder = ChainEncoder(replace_job(job, store=store), *parts)
+    encoder = encoder_of(replace_job(job, store=store), parts)
     tokens = tokens_of(11, 3 * CHUNK)
     keys = keys_of(job, tokens)
     encoder.prompt(tokens, keys, frozenset(keys[:1]), NONE)
@@ -262,7 +267,7 @@ def test_a_flipped_bit_fails_the_chunk_and_those_after_it(job: Job, parts: Parts
     assert path_of(job, keys[1]) in findings.failed[keys[1]] and "checksum" in findings.failed[keys[1]]
     assert path_of(job, keys[2]) in findings.failed[keys[2]] and "before it" in findings.failed[keys[2]]
     with pytest.raises(CorruptBlob, match=path_of(job, keys[1])):
-        ChainEncoder(job, *parts).prompt(tokens, keys, frozenset(keys), NONE)
+        encoder_of(job, parts).prompt(tokens, keys, frozenset(keys), NONE)
 
 
 def test_a_missing_blob_and_swapped_blobs_fail(job: Job, parts: Parts) -> None:

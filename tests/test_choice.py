@@ -27,7 +27,8 @@ from pipeline.estimate import kv_bytes_a_token
 from pipeline.model_source import load_config, resolve_model
 from pipeline.options import Options
 from pipeline.paths import blob_path, predictor_path
-from pipeline.run import Consoles, prepare, run
+from pipeline.prepare import prepare
+from pipeline.run import Consoles, run
 from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import load_target

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import codec
 from codec import closed_loop, errors
 from codec.formats import BF16, FORMATS, NumberFormat
-from codec.ideal import ideal_bits
+from codec.ideal import Cost, ideal_bits
 from tests import codec_samples as samples
 from tests.float_model import WORLD, World, world
 
@@ -197,13 +197,13 @@ def bits_of_the_others(
     """Ideal code length of these tokens."""
     total = 0.0
 
-    def some(patterns: Any, mean: torch.Tensor, sigma: Any, fmt: NumberFormat) -> float:
+    def some(patterns: Any, mean: Any, sigma: Any, fmt: Any, heads: int, own: Any) -> Cost:
         nonlocal total
-        total += ideal_bits(patterns[:, others], mean[:, others], sigma[:, others], fmt)
-        return 0.0
+        total += ideal_bits(patterns[:, others], torch.from_numpy(mean[:, others]), sigma[:, others], fmt)
+        return Cost(np.zeros(heads), 0.0, 0.0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(closed_loop, "ideal_bits", some)
+        patch.setattr(closed_loop, "cost", some)
         w = world()
         codec.encode(w.predictor, profile, w.predictor.new_state(), ids, values, identity(), ideal=True)
     return total

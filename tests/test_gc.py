@@ -18,6 +18,7 @@ from pipeline import index, lease
 from pipeline.audit import audit
 from pipeline.collect import Collection, collect, find_garbage
 from pipeline.compact import read_parts, superfluous, to_merge
+from pipeline.current import point_first
 from pipeline.deep import decode_store, here
 from pipeline.lease import at_work, running_jobs
 from pipeline.options import Options
@@ -93,9 +94,10 @@ def test_pointers_go_before_what_they_name(made: Made) -> None:
 
 
 def test_what_a_young_pointer_or_the_current_generation_names_is_kept(made: Made) -> None:
-    for number, path in ((7, "profiles/by-config/" + "ab" * 32), (8, "current/a model")):
+    for number in (7, 8):
         made.store.put_new(profile_path(bytes([number]) * 32), made.store.get(profile_path(made.job.profile)))
-        made.store.put_new(path, (bytes([number]) * 32).hex().encode())
+    made.store.put_new("profiles/by-config/" + "ab" * 32, (b"\7" * 32).hex().encode())
+    point_first(made.store, "a model", "bf16", (TARGET, b"\10" * 32))
     for number in (7, 8):
         then = time.time() - 2 * DAY
         os.utime(Path(made.store.uri.removeprefix("file://")) / profile_path(bytes([number]) * 32), (then, then))
@@ -108,7 +110,7 @@ def test_what_a_young_pointer_or_the_current_generation_names_is_kept(made: Made
 
 def test_predictors_are_kept_when_a_profile_cannot_be_read(made: Made) -> None:
     made.store.put_new(profile_path(bytes(32)), b"young and damaged")
-    made.store.put_new("current/x", bytes(32).hex().encode())
+    point_first(made.store, "x", "bf16", (TARGET, bytes(32)))
     made.store.put_new(predictor_path(bytes(32)), b"x")
     make_old(made.store)
     collection = find_garbage(made.store, DAY)

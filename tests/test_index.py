@@ -43,6 +43,9 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "ideal_bits_v": None,
         "escapes": 0,
         "layer_checksums": number.to_bytes(64, "big"),
+        "layer_bits": [3.5, 4.25],
+        "layer_spread": None,
+        "layer_miss": None,
         "parent_digest": bytes(16),
         "chain_digest": number.to_bytes(16, "big"),
         "tenant": "",
@@ -191,9 +194,9 @@ def test_layout() -> None:
     assert paths.predictor_path(key) == f"predictors/{name}.safetensors"
     assert paths.prompts_path(TARGET, key) == f"prompts/{target}/{name}.parquet"
     assert paths.index_path(TARGET, PROFILE, key) == f"index/{target}/{profile}/{name}.parquet"
-    assert paths.current_path("org/model v1.0") == "current/org%2Fmodel v1.0"
-    assert paths.current_path("..") == "current/%2E."
-    for made in (paths.blob_path(TARGET, PROFILE, key), paths.current_path("a\\b?c\n")):
+    assert paths.current_path("org/model v1.0", "bf16", 7) == "current/org%2Fmodel v1.0/bf16/00000007"
+    assert paths.current_path("..", "bf16", 1) == "current/%2E./bf16/00000001"
+    for made in (paths.blob_path(TARGET, PROFILE, key), paths.current_path("a\\b?c\n", "bf16", 1)):
         assert paths.validate_path(made) == made
 
 
@@ -215,4 +218,4 @@ def test_digests_have_32_bytes(digest: Any) -> None:
 @pytest.mark.parametrize("name", ["", "x" * 300, "\ud800"])
 def test_model_names_that_cannot_be_a_path(name: str) -> None:
     with pytest.raises(DataError):
-        paths.current_path(name)
+        paths.current_path(name, "bf16", 1)

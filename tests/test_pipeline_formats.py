@@ -24,7 +24,8 @@ from pipeline.cache_scales import config_hash, find_scales, largest, offer_scale
 from pipeline.calibration import config_hash as profile_hash
 from pipeline.options import Options
 from pipeline.paths import scales_config_path
-from pipeline.run import Consoles, prepare, run
+from pipeline.prepare import prepare
+from pipeline.run import Consoles, run
 from pipeline.target import load_target, resolve_model
 
 CHUNK = 32

@@ -13,7 +13,7 @@ import torch
 import codec
 from codec import bins, closed_loop, errors, exact, token_scale
 from codec.formats import FORMATS
-from codec.ideal import ideal_bits
+from codec.ideal import Cost, ideal_bits
 from tests import codec_samples as samples
 from tests.float_model import world
 
@@ -49,14 +49,14 @@ def cost_of_the_others(kind: str, name: str, ids: torch.Tensor, values: samples.
     w, total, others = world(kind), 0.0, np.ones(len(ids), bool)
     others[BAD] = False
 
-    def some(patterns: Any, mean: torch.Tensor, sigma: Any, fmt: Any) -> float:
+    def some(patterns: Any, mean: Any, sigma: Any, fmt: Any, heads: int, own: Any) -> Cost:
         nonlocal total
         wide = np.broadcast_to(np.asarray(sigma), patterns.shape)
-        total += ideal_bits(patterns[:, others], mean[:, others], wide[:, others], fmt)
-        return 0.0
+        total += ideal_bits(patterns[:, others], torch.from_numpy(mean[:, others]), wide[:, others], fmt)
+        return Cost(np.zeros(heads), 0.0, 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(closed_loop, "ideal_bits", some)
+        patch.setattr(closed_loop, "cost", some)
         identity = codec.ChunkIdentity(samples.TARGET, bytes(32), codec.ROOT_DIGEST, 0)
         profile = w.profile("closed", name)
         codec.encode(w.predictor, profile, w.predictor.new_state(), ids, values, identity, ideal=True)

@@ -12,8 +12,8 @@ from codec.errors import UserError
 from pipeline.actors import EncodeActor
 from pipeline.audit import audit
 from pipeline.options import Options, parse_bytes
+from pipeline.prepare import prepare
 from pipeline.quota import Budget, Quota, room, store_bytes
-from pipeline.run import prepare
 from pipeline.store import Store, StoreFull
 from tests.made_store import make, options_of
 

@@ -20,8 +20,8 @@ from pipeline.actors import EncodeActor, VerifyActor
 from pipeline.cache_scales import ScaleMeter, largest, offer_scales
 from pipeline.calibration import Calibrator, choose_sample, offer_profile
 from pipeline.plan import Prompt, admit, group_prompts, make_plan
+from pipeline.prepare import Prepared, prepare
 from pipeline.prompts import Rekey, Tokenise, Tokenising, split_rows, with_keys
-from pipeline.run import Prepared, prepare
 from pipeline.target import load_target, resolve_model
 from pipeline.work import Device, GroupResult, Job, make_group
 from tests.test_pipeline_formats import CHUNK, Corpus, prompts

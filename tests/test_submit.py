@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.commands import jobs_in
 from tests.conftest import REPO_ROOT
-from tests.ray_head import RAY, ray_head
+from tests.ray_head import RAY, Head, ray_head
 from tests.s3_server import BUCKET, s3_server
+from tests.test_infra import job_spec
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +28,40 @@ TEXT = "You are an agent that reads source code, calls tools and answers questio
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a head's dashboard, where jobs are submitted."""
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A head, where jobs are submitted and whose metrics are read."""
     with ray_head(tmp_path_factory.mktemp("head")) as running:
-        yield running.dashboard
+        yield running
+
+
+@contextlib.contextmanager
+def scraped(head: Head) -> Iterator[set[str]]:
+    """All lines of our own metrics that the head showed while the block ran, and for a moment after it."""
+    lines, done = set[str](), threading.Event()
+
+    def scrape() -> None:
+        while not done.wait(0.25):
+            with contextlib.suppress(OSError), urllib.request.urlopen(head.metrics, timeout=5) as answer:
+                lines.update(line for line in answer.read().decode().splitlines() if line.startswith("ray_kv_"))
+
+    thread = threading.Thread(target=scrape, daemon=True)
+    thread.start()
+    try:
+        yield lines
+        time.sleep(2)
+    finally:
+        done.set()
+        thread.join()
+
+
+def highest(lines: set[str], name: str) -> float:
+    """The highest sum of a metric over its actors, each at its own highest."""
+    found: dict[str, float] = {}
+    for line in lines:
+        series, _, value = line.rpartition(" ")
+        if series.partition("{")[0] in (name, f"{name}_total"):
+            found[series] = max(float(value), found.get(series, 0.0))
+    return sum(found.values()) if "bits" not in name else max(found.values())
 
 
 @pytest.fixture
@@ -45,28 +81,41 @@ def working_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def submit(head: str, working_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(RAY), "job", "submit", "--address", head, "--working-dir", str(working_dir), "--"]
-    command += [sys.executable, "jobs/compress_corpus.py", *arguments]
+def submit(
+    head: Head, working_dir: Path, *arguments: str, job: str = "jobs/compress_corpus.py"
+) -> subprocess.CompletedProcess[str]:
+    command = [str(RAY), "job", "submit", "--address", head.dashboard, "--working-dir", str(working_dir), "--"]
+    command += [sys.executable, job, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_a_submitted_job_runs_to_the_end(
-    head: str, working_dir: Path, tiny_model: Path, corpus: Path, tmp_path: Path
+    head: Head, working_dir: Path, tiny_model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     report = tmp_path / "report.json"
     given = ["--model", str(tiny_model), "--corpus", str(corpus), "--store", str(tmp_path / "store")]
-    given += ["--chunk-tokens", "32", "--report", str(report)]
-    result = submit(head, working_dir, *given)
+    given += ["--chunk-tokens", "32", "--actors", "1", "--report", str(report)]
+    with scraped(head) as metrics:
+        result = submit(head, working_dir, *given)
     assert result.returncode == 0, result.stdout + result.stderr
     first = json.loads(report.read_text())
     assert first["chunks_new"] == first["chunks_verified"] > 0 and first["chunks_shared"] > 0
-    again = submit(head, working_dir, *given)
+    assert highest(metrics, "ray_kv_chunks") == first["chunks_new"]
+    assert highest(metrics, "ray_kv_chunks_verified") == first["chunks_verified"]
+    assert highest(metrics, "ray_kv_bits_per_scalar") == pytest.approx(first["bits_per_scalar"])
+    assert highest(metrics, "ray_kv_store_seconds_count") > first["chunks_new"]
+    assert any(line.startswith("ray_kv_queue_depth") and 'rung="int8-a16 closed"' in line for line in metrics)
+    # the manifest's own entrypoint, on this machine's files and without a GPU, finds everything in place
+    ((job, words),) = jobs_in(job_spec("RayJob")["entrypoint"])
+    ours = dict(zip(given[::2], given[1::2], strict=True)) | {"--device": "cpu"}
+    arguments = [ours.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    at = arguments.index("--gpus-per-actor")
+    again = submit(head, working_dir, *arguments[:at], *arguments[at + 2 :], "--chunk-tokens", "32", job=job)
     assert again.returncode == 0 and "nothing to compute" in again.stdout + again.stderr
 
 
 def test_a_submitted_job_that_fails_has_a_status_and_its_sentence(
-    head: str, working_dir: Path, tiny_model: Path, tmp_path: Path
+    head: Head, working_dir: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     given = ["--model", str(tiny_model), "--corpus", "nowhere.jsonl", "--store", str(tmp_path / "store")]
     result = submit(head, working_dir, *given)

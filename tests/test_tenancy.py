@@ -17,8 +17,8 @@ import pytest
 from codec.keys import chunk_keys, root_key
 from pipeline import index
 from pipeline.corpus import BadRecord, Record, parse_record, read_corpus
+from pipeline.prepare import prepare
 from pipeline.prompts import PART_SCHEMA, PromptReader, load_part, part_bytes, part_name
-from pipeline.run import prepare
 from pipeline.tenancy import Roots, tenant_name
 from tests.made_store import CHUNK, SHARED, files, make, options_of, tokenise
 

@@ -26,6 +26,7 @@ from pipeline.options import Options
 from pipeline.paths import predictor_path, profile_path
 from pipeline.removal import drop_chain, drop_rows
 from pipeline.repair import repair
+from pipeline.runs import list_runs, read_run
 from tests.conftest import REPO_ROOT
 from tests.made_store import RECORDS, Made, ShakenActor, files, make, options_of, overwrite
 
@@ -330,6 +331,9 @@ def test_a_model_or_a_target_is_chosen(made: Made, capsys: pytest.CaptureFixture
     model = index.read_rows(made.store, target=made.job.target, profile=made.job.profile)["model"][0].as_py()
     arguments = ["--store", made.store.uri]
     assert main([*arguments, "--model", model]) == 0
+    (record,) = [read_run(made.store, path) for path in list_runs(made.store)]
+    assert (record.job, record.outcome, record.fingerprint) == ("verify", "ok", made.job.target.hex())
+    assert record.chunks_verified == 7 and record.options["model"] == model
     assert main([*arguments, "--target", made.job.target.hex()[:12]]) == 0
     assert main([*arguments, "--sample", "0.5"]) == 0
     assert main([*arguments, "--model", "another"]) == 2

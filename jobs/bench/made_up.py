@@ -19,7 +19,8 @@ def made_up_parts(keys: Iterable[bytes], target: bytes, profile: bytes) -> Itera
         "parent_key": None, "model": "made-up", "target": target, "predictor": bytes(32), "profile": profile, "cache_format": "bf16",
         "fp8_scale": None, "loop": "closed", "chunk_tokens": 256, "prefill_tokens": 256, "raw_bytes": 11_796_480, "header_bytes": 2000,
         "scalars_k": 2_949_120, "scalars_v": 2_949_120, "ideal_bits_k": None, "ideal_bits_v": None, "parent_digest": bytes(16),
-        "tenant": "", "root_key": None, "created": datetime.datetime.now(datetime.UTC), "host_arch": platform.machine(),
+        "tenant": "", "root_key": None, "layer_bits": None, "layer_spread": None, "layer_miss": None,
+        "created": datetime.datetime.now(datetime.UTC), "host_arch": platform.machine(),
         "torch_version": torch.__version__, "device": "cpu",
     }  # fmt: skip
     numbered = enumerate(keys)

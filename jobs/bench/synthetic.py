@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,14 +29,17 @@ _SIGMA = 0.006  # about three bits a scalar
 
 @dataclass(frozen=True)
 class Sweep:
-    """Widths of K and V of a token, multiples of HEAD_DIM; tokens of a chunk; repeats of every side."""
+    """Widths of K and V of a token, multiples of HEAD_DIM; tokens of a chunk; repeats of every side; layers that the joint models look
+    back; whose seconds count."""
 
     widths: Sequence[int]
     tokens: int
     repeats: int
+    looks_back: int = 0
+    clock: Callable[[], float] = time.process_time
 
 
-def joint_model(d_kv: int, rng: np.random.Generator) -> JointLayer:
+def joint_model(d_kv: int, rng: np.random.Generator, looks_back: int = 0) -> JointLayer:
     """One of that width in which every channel depends a little on all those before it."""
     n = 2 * d_kv
     coefficient = np.tril(rng.normal(0, 3000, (n, n)), -1).astype(np.int16)
@@ -47,7 +50,7 @@ def joint_model(d_kv: int, rng: np.random.Generator) -> JointLayer:
     hidden = HIDDEN * d_kv
     return JointLayer(
         step=np.full(n, int(np.floor(np.log2(_SIGMA))) - 9), coefficient=coefficient, unit=unit,
-        given=np.zeros((n, 0), np.int8), given_unit=np.zeros(n, np.int64), bias=np.zeros(n, np.float32),
+        given=rng.integers(-128, 128, (n, looks_back * n)).astype(np.int8), given_unit=np.full(n, -20), bias=np.zeros(n, np.float32),
         sigma=np.full(n, _SIGMA, np.float32), inside=rng.uniform(-0.3, 0.3, n // 4).astype(np.float32),
         gain=rng.integers(-128, 128, (hidden, n)).astype(np.int8), gain_unit=np.full(hidden, -20),
         scale=np.zeros((-(-n // BLOCK), TERMS), np.int16),
@@ -57,10 +60,10 @@ def joint_model(d_kv: int, rng: np.random.Generator) -> JointLayer:
 class _Made:
     """A layer of a made-up cache: truth near its guess, and what codes it."""
 
-    def __init__(self, width: int, tokens: int, rng: np.random.Generator) -> None:
+    def __init__(self, width: int, tokens: int, rng: np.random.Generator, looks_back: int = 0) -> None:
         shape = (width // HEAD_DIM, tokens, HEAD_DIM)
         self.scalars = 2 * width * tokens
-        self._loop = ClosedLoop([joint_model(width, rng)], HEAD_DIM, BF16)
+        self._loop = ClosedLoop([joint_model(width, rng, looks_back)], HEAD_DIM, BF16, history=looks_back)
         self._coder = Coder(rans.NAME, gaussian_table(), BF16)
         self._guess = self._pair(rng, shape)
         noise = self._pair(rng, shape)
@@ -94,17 +97,16 @@ class _Made:
 
 
 def sweep(given: Sweep, note: Note) -> dict[int, dict[str, float]]:
-    """By width: nanoseconds of processor time a scalar of decoding a layer and of encoding it, medians.
+    """By width: nanoseconds by the clock a scalar of decoding a layer and of encoding it, medians.
 
     Raises DataError where it comes back wrong.
     """
     rng, sides = np.random.default_rng(0), {}
     for width in given.widths:
-        made = _Made(width, given.tokens, rng)
+        made = _Made(width, given.tokens, rng, given.looks_back)
         sides |= {f"d_kv {width}, decode": made.decode, f"d_kv {width}, encode": made.encode}
     seconds = {
-        name: statistics.median(times)
-        for name, times in take_turns(sides, given.repeats, note, time.process_time).items()
+        name: statistics.median(times) for name, times in take_turns(sides, given.repeats, note, given.clock).items()
     }
 
     def cost(width: int, way: str) -> float:

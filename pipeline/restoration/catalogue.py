@@ -14,6 +14,7 @@ from codec.errors import DataError, StorageError, UserError
 from codec.formats import number_format
 from codec.keys import chunk_keys, root_key
 from pipeline import index
+from pipeline.current import Entry, read_pointers
 from pipeline.paths import parse_index_path, predictor_path, profile_path, target_index_prefix
 from pipeline.store import Store
 from pipeline.tenancy import tenant_name
@@ -86,6 +87,7 @@ class Catalogue:
         self._parts: set[str] = set()
         self._rows: dict[Generation, _Rows] = {}
         self._scales: dict[bytes, bytes] = {}
+        self._entries: dict[str, Entry] = {}  # of pointers, as they were read
         self._lock = threading.Lock()  # threads may look up while one reads what is new
         self.refresh()
 
@@ -104,16 +106,36 @@ class Catalogue:
         return sorted(self._rows, key=lambda g: -len(self._rows[g].chunks))
 
     def refresh(self) -> bool:
-        """Read the parts that were committed since; whether there were any. Raises DataError, StorageError."""
-        listed = self.store.list(target_index_prefix(self.target))
-        fresh = [p for p in listed if p.endswith(".parquet") and p not in self._parts]
+        """Read the parts that were committed since; whether there were any. Raises DataError, StorageError.
+
+        Generations that a recompression fills are not looked at, and those that were replaced are forgotten.
+        """
+        hidden, listed = self._listed()
+        owners = {path: parse_index_path(path)[1] for path in listed}
+        fresh = [path for path in listed if path not in self._parts and owners[path] not in hidden]
         for path in fresh:
-            _, profile = parse_index_path(path)
+            profile = owners[path]
             rows = index.read_part(self.store, path, target=self.target, profile=profile, columns=_COLUMNS)
             with self._lock:
                 self._add(profile, rows)
                 self._parts.add(path)
+        self._forget(hidden)
         return bool(fresh)
+
+    def _listed(self) -> tuple[set[bytes], list[str]]:
+        """Profiles to leave alone, and index parts; both as they were at one time."""
+        pointers = read_pointers(self.store, self._entries)
+        while True:
+            listed = [path for path in self.store.list(target_index_prefix(self.target)) if path.endswith(".parquet")]
+            before, pointers = pointers, read_pointers(self.store, self._entries)
+            if pointers.logs == before.logs:
+                return pointers.hidden(self.target), listed
+
+    def _forget(self, hidden: set[bytes]) -> None:
+        """What is taken up again later is read anew."""
+        with self._lock:
+            self._rows = {gen: rows for gen, rows in self._rows.items() if gen.profile not in hidden}
+            self._parts = {path for path in self._parts if parse_index_path(path)[1] not in hidden}
 
     def find(self, ids: Ids, salt: bytes = b"") -> tuple[list[Match], list[str]]:
         """The stored prefixes of a prompt, the longest first, one a generation; and what could not be looked up, a sentence each.

@@ -19,13 +19,14 @@ from urllib.parse import quote
 
 from torch import Tensor
 
-from codec.errors import StorageError, UserError
+from codec.errors import DataError, StorageError, UserError
 from codec.formats import NumberFormat, number_format
 from codec.keys import content_id
 from pipeline.restoration.restorer import Restoration
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 SUFFIX = ".safetensors"
+MAX_HEADER = 64 << 20  # bytes of a file that are its header
 _MAX_NAME = 255 - len(SUFFIX) - 40  # bytes; what else a temporary file's name has
 
 
@@ -91,6 +92,20 @@ def stream(restored: Restoration, plan: Layout) -> Iterator[bytes]:
     yield plan.head
     for _, pair in restored.layers():
         yield from layer_bytes(pair, fmt)
+
+
+def stored_target(path: Path) -> str:
+    """Fingerprint of the target whose cache a file holds, hex. Raises DataError where it does not say."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER:
+                raise ValueError("it has no header")
+            return str(json.loads(file.read(length))["__metadata__"]["target"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"the file {path} is none that was restored ({type(error).__name__}); pass --overwrite or move it"
+        ) from None
 
 
 def file_name(identity: str) -> str:

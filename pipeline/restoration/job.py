@@ -25,7 +25,7 @@ from pipeline.render import BadPrompt, token_ids
 from pipeline.report import duration, say
 from pipeline.restoration.batch import Outcome, Request
 from pipeline.restoration.catalogue import MAX_TOKENS, Catalogue, token_array
-from pipeline.restoration.files import file_name
+from pipeline.restoration.files import file_name, stored_target
 from pipeline.restoration.pool import DecodePool, PoolSettings, make_batches
 from pipeline.restoration.span import parse_range
 from pipeline.restoration.targets import find_target
@@ -141,7 +141,7 @@ def _restore(
         for outcome in pool.run(batches):
             totals.add(outcome)
             for note in outcome.notes if outcome.damaged else ():
-                say(notes, f"{outcome.id}: {note}")
+                say(notes, f"{outcome.id}: {note}", prompt=outcome.id)
     totals.bad = records.bad
     if pool.replaced:
         say(notes, f"{pool.replaced} decode actors were replaced")
@@ -186,6 +186,11 @@ def _requests(
         totals.asked += 1
         path = out / file_name(identity)
         if path.exists() and not options.overwrite:
+            if (target := stored_target(path)) != catalogue.target.hex():
+                raise UserError(
+                    f"the file {path} holds the cache of target {target[:16]}, and readers follow {catalogue.target.hex()[:16]} now; pass "
+                    "--overwrite or another --out"
+                )
             totals.kept += 1
             continue
         matches, found = catalogue.find(array, salt)

@@ -24,7 +24,7 @@ from codec.scales import CacheScales
 from pipeline.restoration.catalogue import Catalogue, Generation, Ids, Match, token_array
 from pipeline.restoration.prefix import Decoder, Prefix, read_prefix
 from pipeline.restoration.span import Range, Span
-from pipeline.restoration.targets import find_target
+from pipeline.restoration.targets import find_target, is_name
 from pipeline.store import ObjectMissing, Store
 from pipeline.target import check_device
 
@@ -249,9 +249,26 @@ class Restorer:
         """
         self.store = Store.open(store, create=False) if isinstance(store, str) else store
         self.workshop = Workshop(self.store, device)
-        self.target = find_target(self.store, model, cache_dtype)
-        self.catalogue = Catalogue(self.store, self.target)
+        self._asked = model, cache_dtype
+        self.catalogue = Catalogue(self.store, find_target(self.store, model, cache_dtype))
         self._salt = salt
+
+    @property
+    def target(self) -> bytes:
+        """The fingerprint of the target whose caches it gives."""
+        return self.catalogue.target
+
+    def refresh(self) -> None:
+        """See what was committed since; where a name was asked for, follow it to the generation that is in use now.
+
+        What is being restored goes on from the generation that it began with. Raises UserError, DataError, StorageError.
+        """
+        if is_name(self._asked[0]):
+            target = find_target(self.store, *self._asked)
+            if target != self.target:
+                self.catalogue = Catalogue(self.store, target)  # one step: a reader sees the old one or the new one
+                return
+        self.catalogue.refresh()
 
     def restore(
         self, tokens: Sequence[int] | Any, *, layers: Range | None = None, heads: Range | None = None

@@ -182,7 +182,7 @@ class Service:
         """See what was committed since, now and then; one thread does it, the others go on with what is known."""
         if time.monotonic() - self._fresh > self._limits.refresh_seconds and self._refreshing.acquire(blocking=False):
             try:
-                self._restorer.catalogue.refresh()
+                self._restorer.refresh()
                 self._index_error = ""
             except KVCodecError as error:  # what is known is as good as before
                 self._index_error = str(error)
@@ -326,6 +326,7 @@ def headers_of(restored: Restoration, plan: Layout) -> dict[str, str]:
         "x-kv-tokens": str(restored.tokens),
         "x-kv-asked": str(restored.asked),
         "x-kv-format": restored.cache_format,
+        "x-kv-target": restored.generation.target.hex(),
         "x-kv-digest": restored.digest.hex(),
         "x-kv-damaged": str(int(restored.damaged)),
     }

@@ -22,7 +22,7 @@ from pipeline.model_source import load_tokenizer, resolve_model
 from pipeline.options import CACHE_FORMATS, DEVICES, read_salt
 from pipeline.restoration.restorer import LOADED, Restorer
 from pipeline.restoration.service import Limits, Service
-from pipeline.restoration.targets import find_target
+from pipeline.restoration.targets import find_target, is_name
 from pipeline.store import Store
 
 NAME = "kv-restore"
@@ -112,10 +112,12 @@ class RemoteBoard:
 class Replica:
     """The body of a Serve deployment. Salt and token are read from its own environment: they never travel."""
 
-    def __init__(self, options: ServeOptions, target: str, device: str, threads: int, board: Any) -> None:
+    def __init__(self, options: ServeOptions, model: str, device: str, threads: int, board: Any) -> None:
+        """model: a fingerprint, or a name that is followed to whatever it stands for."""
         torch.set_num_threads(threads)
         store = Store.open(options.store, create=False)
-        restorer = Restorer(store, target, salt=read_salt(options.salt_env), device=device)
+        salt = read_salt(options.salt_env)
+        restorer = Restorer(store, model, cache_dtype=options.cache_dtype, salt=salt, device=device)
         for generation in restorer.catalogue.generations[:LOADED]:
             restorer.workshop.decoder(generation)
         remote = RemoteBoard(board)
@@ -149,6 +151,7 @@ def served(options: ServeOptions) -> Iterator[str]:
     options.check()
     store = Store.open(options.store, create=False)
     target = find_target(store, options.model, options.cache_dtype).hex()
+    model = options.model if is_name(options.model) else target  # the files may not be where the replicas run
     _check_port(options)
     # A replica cannot say what is wrong with the store, so it is looked at here before.
     Restorer(store, target)
@@ -161,13 +164,13 @@ def served(options: ServeOptions) -> Iterator[str]:
         threads = max(1, cpus // options.replicas)
         serve: Any = importlib.import_module("ray.serve")
         try:
-            _start(serve, options, target, device, threads)
+            _start(serve, options, model, device, threads)
             yield f"http://{options.host}:{options.port}"
         finally:
             serve.shutdown()
 
 
-def _start(serve: Any, options: ServeOptions, target: str, device: str, threads: int) -> None:
+def _start(serve: Any, options: ServeOptions, model: str, device: str, threads: int) -> None:
     ray: Any = importlib.import_module("ray")
     metrics: Any = importlib.import_module("pipeline.restoration.metrics")
     board = ray.remote(metrics.MetricsBoard).options(num_cpus=0).remote()
@@ -182,7 +185,7 @@ def _start(serve: Any, options: ServeOptions, target: str, device: str, threads:
     )
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     serve.start(http_options={"host": options.host, "port": options.port}, proxy_location="HeadOnly")
-    app = deployment.bind(options, target, device, threads, board)
+    app = deployment.bind(options, model, device, threads, board)
     serve.run(
         app,
         name=NAME,

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from codec.errors import UserError
 from codec.formats import FORMATS
 from pipeline import index
+from pipeline.current import read_pointers
 from pipeline.model_source import ModelSource, resolve_cache_format, resolve_model
 from pipeline.paths import parse_index_path, target_index_prefix
 from pipeline.store import Store
@@ -20,7 +21,8 @@ def find_target(store: Store, model: str | os.PathLike[str], cache_dtype: str | 
     """The fingerprint of the target that `model` names.
 
     model: a folder or GGUF file (read through once, as the fingerprint is made of its bytes), a fingerprint of 64 hex digits, the
-    name a model has in the store's index, or a hub id. cache_dtype: which of a model's caches, where the store has several;
+    name a model has in the store's index, or a hub id. Of a name's targets it is the one that its pointer names (pipeline/current.py),
+    where there is one. cache_dtype: which of a model's caches, where the store has several;
     without it the one in the model's own dtype, or the only one.
 
     Raises:
@@ -34,7 +36,10 @@ def find_target(store: Store, model: str | os.PathLike[str], cache_dtype: str | 
         if not has_index(store, target):
             raise UserError(f"the store {store.uri} holds nothing of the target {text[:16]}…")
         return target
-    if not os.path.exists(os.path.expanduser(text)):
+    if is_name(text):
+        pointed = _pointed(store, text, cache_dtype)
+        if pointed is not None:
+            return pointed
         named = targets_named(store, text, cache_dtype)
         if named:
             return _only(store, text, named)
@@ -43,6 +48,20 @@ def find_target(store: Store, model: str | os.PathLike[str], cache_dtype: str | 
                 f"the model {text!r} is no folder or file here, no fingerprint, and no name in the index of {store.uri}"
             )
     return target_of_files(store, resolve_model(text), cache_dtype)
+
+
+def is_name(model: str | os.PathLike[str]) -> bool:
+    """Whether it can only be a name: neither a fingerprint nor something that lies here. What a name stands for can change."""
+    text = os.fspath(model)
+    return not _HEX.fullmatch(text) and not os.path.exists(os.path.expanduser(text))
+
+
+def _pointed(store: Store, name: str, cache_dtype: str | None) -> bytes | None:
+    """The target that readers of this name are to follow. UserError where it has pointers for several formats."""
+    found = {fmt: entry for fmt, entry in read_pointers(store).of_model(name).items() if cache_dtype in (None, fmt)}
+    if len(found) > 1:
+        return _only(store, name, {entry.target: {fmt} for fmt, entry in found.items()})
+    return next((entry.target for entry in found.values()), None)
 
 
 def target_of_files(store: Store, source: ModelSource, cache_dtype: str | None = None) -> bytes:

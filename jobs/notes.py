@@ -1,0 +1,53 @@
+"""What a job says while it runs, on standard error: lines for people, or with --log-json one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+
+from jobs.configuration import Given
+
+
+class Notes(Console):
+    """A console that begins with the job's options, so that a request which is refused at once is answered by one sentence alone.
+
+    As JSON, a line is an object with time, job, store, model and message, and prompt where the message is about one. Messages name
+    prompts by their ids and never quote them.
+    """
+
+    def __init__(self, given: Given, job: str) -> None:
+        self._json = bool(given.values.get("log_json"))
+        super().__init__(stderr=True, force_terminal=False if self._json else None)
+        self._given, self._job, self._begun = given, job, False
+
+    def print(self, *objects: Any, **keywords: Any) -> None:
+        """As Console.print."""
+        self._begin()
+        if self._json:
+            self.event(" ".join(map(str, objects)))
+        else:
+            super().print(*objects, **keywords)
+
+    def event(self, message: str, **fields: str) -> None:
+        """One line; fields: what it is about, such as prompt."""
+        self._begin()
+        if not self._json:
+            super().print(message, markup=False, highlight=False, soft_wrap=True)
+            return
+        about = {name: self._given.values[name] for name in ("store", "model") if self._given.values.get(name)}
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "job": self._job, **about, **fields}
+        sys.stderr.write(json.dumps(line | {"message": message}, ensure_ascii=False) + "\n")
+        sys.stderr.flush()
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        if self._json:
+            self.event("begun", **{"options": self._given.plain()})  # type: ignore[arg-type]
+        else:
+            self._given.show(self)
