@@ -22,7 +22,7 @@ from codec.formats import number_format
 from pipeline import index
 from pipeline.calibration import load_checked_target
 from pipeline.committed import read_checksums
-from pipeline.encode import ChainEncoder, Stored
+from pipeline.encode import CacheSource, ChainEncoder, Stored
 from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
@@ -51,9 +51,11 @@ class EncodeActor:
         if self._encoder is None:
             torch.set_num_threads(self._device.threads)
             predictor, profile = _load(self._job, self._device)
-            target = load_checked_target(self._job, self._device)
-            self._encoder = ChainEncoder(self._job, target, predictor, profile, self._report, self._charge)
+            self._encoder = ChainEncoder(self._job, self._source(), predictor, profile, self._report, self._charge)
         return self._encoder
+
+    def _source(self) -> CacheSource:
+        return load_checked_target(self._job, self._device)
 
     def _group(self, group: Group) -> GroupResult:
         encoder = self._loaded()

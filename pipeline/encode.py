@@ -10,16 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 import codec
 from pipeline.chain import Chain, Next, Tokens, decode_blob
 from pipeline.store import ObjectMissing, Store
-from pipeline.target import Target
 from pipeline.work import ADOPTED, KEPT, WRITTEN, Job, OtherBits
 
 KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class CacheSource(Protocol):
+    """Where true K and V come from: a Target that computes them, or caches that were computed elsewhere."""
+
+    def new_cache(self) -> Any:
+        """An empty cache."""
+
+    def prefill(self, cache: Any, token_ids: torch.Tensor) -> list[KV]:
+        """See Target."""
+
+    def truncate(self, cache: Any, length: int) -> None:
+        """See Target."""
+
+    def replace(self, cache: Any, first_token: int, layers: Sequence[KV]) -> None:
+        """See Target."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class ChainEncoder:
     def __init__(
         self,
         job: Job,
-        target: Target,
+        target: CacheSource,
         predictor: codec.Predictor,
         profile: codec.Profile,
         on_chunk: Callable[[Stored], None] | None = None,
