@@ -18,7 +18,7 @@ from pipeline.engines.loader import Loader, PagedCache, PagedLayer
 from pipeline.engines.lookup import Load, Lookup, Save, targets
 from pipeline.engines.pages import PageLayout
 from pipeline.engines.spool import Spool, SpooledCache, pack, read
-from pipeline.engines.vllm_sides import Scheduler, Step, cache_format, check, options
+from pipeline.engines.vllm_sides import Scheduler, Step, Worker, cache_format, check, options
 from pipeline.restoration.restorer import Workshop
 from pipeline.restoration.span import bits
 from tests.stored import CHUNK, Kept, same, tokens_of
@@ -287,6 +287,36 @@ def test_a_scheduler_loads_then_saves_what_the_engine_has_not_stored(kept: Kept,
     step = side.step(scheduled(again={"r": ([2, 3], tokens + 4)}, r=len(PROMPT) - tokens - 4))
     assert [(save.ids.tolist(), save.blocks) for save in step.saves] == [(PROMPT, (0, 1, 2, 3))]
     side.finished("r")
+
+
+def test_a_worker_fills_the_layers_that_are_registered_and_saves_them(kept: Kept, tmp_path: Path) -> None:
+    def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+        assert layer._k_scale_float == layer._v_scale_float == 1.0 and layer.isa == "vec"
+        kernel(True)(key, value, cache, slots)
+
+    config = config_of(kept, spool=str(tmp_path))
+    layer = Namespace(impl=Namespace(do_kv_cache_update=update), isa="vec", _k_scale_float=0.5, _v_scale_float=2.0)
+    names = [f"model.layers.{n}.attn" for n in (2, 0, 1)]
+    config.compilation_config = Namespace(static_forward_context=dict.fromkeys(names, layer))
+    side = Worker(config)
+    side.close()
+    caches = {name: cache_of(torch.bfloat16) for name in names}
+    side.register(caches)
+    load = load_of(kept)
+    side.load(Step([load]))
+    ended: set[str] = set()
+    while not ended:
+        ended = side.done(Step(idle=True))
+    assert ended == {"r"} and side.failed() == set()
+    side.save(Step(saves=[Save(load.ids[: load.end], load.blocks)]))
+    side.close()
+    (path,) = Spool(tmp_path).files()
+    assert same(read(path).layers, [(k[:, : load.end], v[:, : load.end]) for k, v in kept.truth(PROMPT)])
+    config.cache_config.block_size = 2 * BLOCK
+    with pytest.raises(UserError, match="other blocks"):
+        side.register(caches)
+    with pytest.raises(UserError, match="kind that is not known"):
+        side.register({"model.layers.0.sub.1": caches[names[0]]})
 
 
 def test_prompts_that_are_more_than_their_tokens_are_neither_loaded_nor_saved(kept: Kept, tmp_path: Path) -> None:

@@ -133,44 +133,36 @@ class Worker:
         self._config, self._class = config, loader
         self._workshop = Workshop(Store.open(given["store"], create=False), given.get("device", "cpu"))
         self._spool = Spool(given["spool"], given.get("spool_bytes")) if given.get("spool") else None
-        self._caches: dict[str, Tensor] = {}
-        self._made: Loader | None = None
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
-        """The paged cache of every layer, by its name."""
-        self._caches = dict(caches)
+        """The paged cache of every layer, by its name. UserError where they are none that can be filled: the engine does not start."""
+        layers = self._config.compilation_config.static_forward_context
+        named = sorted(caches, key=_layer_number)
+        pages = _pages([layers[name] for name in named], [caches[name] for name in named], self._config)
+        self._loader = self._class(self._workshop, pages, self._spool)
 
     def load(self, step: Step) -> None:
         """Begin the loads of a step."""
         for load in step.loads:
-            self._loader().load(load)
+            self._loader.load(load)
 
     def save(self, step: Step) -> None:
         """Copy what a step has completed."""
         for save in step.saves:
-            self._loader().save(save)
+            self._loader.save(save)
 
     def done(self, step: Step) -> set[str]:
         """Requests whose loads have ended."""
-        return set() if self._made is None else self._made.done(IDLE_SECONDS if step.idle else 0.0)
+        return self._loader.done(IDLE_SECONDS if step.idle else 0.0)
 
     def failed(self) -> set[int]:
         """Blocks of theirs that hold nothing right."""
-        return set() if self._made is None else self._made.failed()
+        return self._loader.failed()
 
     def close(self) -> None:
-        """End the threads."""
-        if self._made is not None:
-            self._made.close()
-
-    def _loader(self) -> Loader:
-        """Made at its first use: vLLM prepares its layers after it has made the connector."""
-        if self._made is None:
-            layers = self._config.compilation_config.static_forward_context
-            named = sorted(self._caches, key=_layer_number)
-            pages = _pages([layers[name] for name in named], [self._caches[name] for name in named], self._config)
-            self._made = self._class(self._workshop, pages, self._spool)
-        return self._made
+        """End the threads; there are none yet where the engine did not get so far."""
+        if "_loader" in vars(self):
+            self._loader.close()
 
 
 # ---------------------------------------------------------------- pages
