@@ -23,7 +23,7 @@ from codec.errors import InexactBackend
 
 # The only functions that add values up; their callers state the bound.
 EXACT_REDUCTIONS = (
-    "product", "product_int8", "_float32_product", "_int8_kernel_is_exact", "_int8_kernel_is_faster", "row_sum"
+    "product", "product_int8", "product_limbs", "_float32_product", "_int8_kernel_is_exact", "_int8_kernel_is_faster", "row_sum"
 )  # fmt: skip
 MANTISSA = 53  # integers of up to 53 bits are exact in float64
 E4M3_MAX = 448.0
@@ -35,7 +35,7 @@ _INV_127 = 1.0 / 127.0
 _FLOAT32_TERMS = 1024  # int8 products whose sum stays below 2**24
 LOG2E = 1.4426950408889634
 # Minimax polynomial of 2**f on [0, 1) with p(0) = 1, degree 5 (our own fit by Lawson's iteration, relative error 8.3e-8).
-_EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
+EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
 # pi/2 in two parts; the first has 33 bits, so that n * _PIO2_HI is exact for n < 2**20 (Cody and Waite).
 _PIO2_HI = 1.5707963267341256
 _PIO2_LO = 6.077100506506192e-11
@@ -71,6 +71,14 @@ def product_int8(a: Tensor, b: Tensor) -> Tensor:
     """
     # torch 2.13 does not even initialise the result for a width of 1
     return torch._int_mm(a, b) if a.shape[1] > 1 and int8_kernel_serves(a.device) else _float32_product(a, b)
+
+
+def product_limbs(a: Tensor, b: Tensor) -> Tensor:
+    """Exact product of int8 [R, n] and integers |b| <= ROW_MAX, float64 [n, m]: float64 [R, m]; n < 2**17."""
+    if not int8_kernel_serves(a.device):
+        return product(a.to(torch.float64), b)
+    low, high = product_int8(a, torch.cat(limbs(b.to(torch.float32)), 1)).to(torch.float64).chunk(2, 1)
+    return high.mul_(256.0).add_(low)
 
 
 def int8_kernel_serves(device: torch.device) -> bool:
@@ -184,7 +192,7 @@ def _horner(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 def exp2_fraction(t: Tensor) -> tuple[Tensor, Tensor]:
     """2**t for float32 t in [-126, 0] as (p, n): p in [1, 2) is the polynomial of the fraction, n = floor(t) as int32."""
     n = torch.floor(t)
-    return _horner(t - n, _EXP2), n.to(torch.int32)
+    return _horner(t - n, EXP2), n.to(torch.int32)
 
 
 def exp_negative(x: Tensor) -> Tensor:

@@ -69,10 +69,10 @@ class Ready:
         self.unit = np.ldexp(1.0, joint.unit.astype(np.int64))[:, None]
         self.lower = joint.coefficient.astype(np.float64)
         self.coefficient = torch.from_numpy(self.lower)
-        self.given = torch.from_numpy(joint.given.astype(np.float64))
+        self.given = torch.from_numpy(np.ascontiguousarray(joint.given, np.int8))
         self.given_unit = np.ldexp(1.0, joint.given_unit.astype(np.int64))[:, None]
         self.bias = joint.bias.astype(np.float64)[:, None]
-        self.gain = torch.from_numpy(joint.gain.astype(np.float64))
+        self.gain = torch.from_numpy(np.ascontiguousarray(joint.gain, np.int8))
         self.gain_unit = np.ldexp(1.0, joint.gain_unit.astype(np.int64))[:, None]
         self.sigma = joint.sigma.astype(np.float64)[:, None]
         self.scale = None if joint.scale is None else joint.scale.astype(np.int64)
@@ -89,7 +89,7 @@ class Ready:
         """What the means are before any feature of this layer: [N, 1] or [N, T]."""
         if carried is None or not self.given.shape[1]:
             return self.bias
-        given: Floats = exact.product(self.given, torch.from_numpy(carried)).numpy() * self.given_unit + self.bias
+        given: Floats = exact.product_limbs(self.given, torch.from_numpy(carried)).numpy() * self.given_unit + self.bias
         return given
 
     def features(self, residual: Floats, rows: slice = slice(None)) -> Floats:
@@ -99,7 +99,7 @@ class Ready:
 
     def correction(self, features: Floats, limit: float) -> NDArray[np.float32]:
         """What the features say about the hidden state: [T, M], in units of its RMS."""
-        total = exact.product(self.gain, torch.from_numpy(features)).numpy() * self.gain_unit
+        total = exact.product_limbs(self.gain, torch.from_numpy(features)).numpy() * self.gain_unit
         return np.ascontiguousarray(np.clip(total, -limit, limit).astype(np.float32).T)
 
 

@@ -310,3 +310,17 @@ def test_form_of_each_projection() -> None:
         for e in (False, True)
     }
     assert len(prints) == 6
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_bytes_times_integers_of_two_limbs(monkeypatch, kernel):
+    monkeypatch.setattr(exact, "int8_kernel_serves", lambda device: kernel)
+    rng = torch.Generator().manual_seed(5)
+    a = torch.randint(-128, 128, (7, 300), generator=rng).to(torch.int8)
+    b = torch.randint(-exact.ROW_MAX, exact.ROW_MAX + 1, (300, 5), generator=rng).to(torch.float64)
+    b[0], b[1] = exact.ROW_MAX, -exact.ROW_MAX
+    want = [
+        [sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in b.T.tolist()]
+        for row in a.tolist()
+    ]
+    assert exact.product_limbs(a, b).tolist() == want

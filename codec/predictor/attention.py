@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from codec import exact
+from codec.predictor import fused
 
 SINKS = 4  # the first tokens, which a window never loses: models park attention there (Xiao et al. 2024)
 _SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
 _SCORE_LIMIT = 1e30
+_LIMB_TOKENS = 1 << 17  # fewer keys than these: sums of int8 products stay below 2**31
 
 
 @dataclass
@@ -34,17 +36,14 @@ class Seen:
 
 
 class _Visible:
-    """What queries from token `first` on may see, as float64, cut down block by block."""
+    """What queries from token `first` on may see, cut down block by block. parts: with the axis of the tokens of each."""
 
-    def __init__(self, seen: Seen, first: int, window: int) -> None:
-        total = seen.keys.shape[1]
+    def __init__(self, parts: list[tuple[Tensor, int]], first: int, window: int) -> None:
+        total, device = parts[0][0].shape[parts[0][1]], parts[0][0].device
         self._window, self._end = window, total
         self._near = self._from(first)
-        place = torch.arange(total, device=seen.keys.device)
-        parts = seen.keys, seen.values, seen.key_scale
-        keys, values, scale = (self._pick(t, self._near, total, 1).to(torch.float64) for t in parts)
-        self._parts = keys.transpose(1, 2), values, scale.transpose(1, 2)
-        self._place = self._pick(place, self._near, total, 0)
+        self._parts = [(self._pick(t, self._near, total, axis), axis) for t, axis in parts]
+        self._place = self._pick(torch.arange(total, device=device), self._near, total, 0)
 
     def _from(self, query: int) -> int:
         """The first token of a query's window, 0 where that meets the sinks."""
@@ -58,20 +57,18 @@ class _Visible:
             return t.narrow(axis, 0, end)
         return torch.cat([t.narrow(axis, 0, SINKS), t.narrow(axis, near, end - near)], axis)
 
-    def block(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For queries begin .. end - 1: keys [J, D, n], values [J, n, D], key scales [J, 1, n], allowed bool [queries, n]."""
+    def block(self, begin: int, end: int) -> tuple[list[Tensor], Tensor]:
+        """For queries begin .. end - 1: the parts' n tokens, and which of them each query may see: bool [queries, n]."""
         gap = self._near - SINKS if self._near else 0  # tokens already left out
         near = self._from(begin)
         near = near - gap if near > self._near else 0
-        keys, values, scale = (
-            self._pick(t, near, end - gap, axis) for t, axis in zip(self._parts, (2, 1, 2), strict=True)
-        )
+        parts = [self._pick(t, near, end - gap, axis) for t, axis in self._parts]
         place = self._pick(self._place, near, end - gap, 0)
         query = torch.arange(begin, end, device=place.device)[:, None]
         allowed = place <= query
         if self._window:
             allowed &= (place > query - self._window) | (place < SINKS)
-        return keys, values, scale, allowed
+        return parts, allowed
 
 
 def block_length(heads: int, total: int, window: int) -> int:
@@ -89,27 +86,79 @@ def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
     """
     (heads, tokens, dim), (kv_heads, total, _) = q.shape, seen.keys.shape
     groups, first = heads // kv_heads, total - tokens
-    qi, qs = exact.row_integers(q)
-    qi = qi.view(kv_heads, groups, tokens, dim).to(torch.float64)
     to_base_2 = exact.LOG2E / math.sqrt(dim)  # exact: a constant, one rounding
-    qs = qs.view(kv_heads, groups, tokens, 1) * to_base_2
-    visible = _Visible(seen, first, window)
+    in_limbs = fused.serves(q.device) and exact.int8_kernel_serves(q.device) and total < _LIMB_TOKENS
+    way = _InLimbs(q, seen, value_step) if in_limbs else _Whole(q, seen, value_step)
+    qs = way.query_scale.view(kv_heads, groups, tokens, 1) * to_base_2
+    visible = _Visible(way.parts, first, window)
     step = block_length(heads, total, window)
-    value_scale = value_step.to(torch.float64)
     out = []
     for begin in range(0, tokens, step):
         end = min(begin + step, tokens)
-        keys, values, key_scale, allowed = visible.block(first + begin, first + end)
-        block = qi[:, :, begin:end].reshape(kv_heads, -1, dim)
-        # Scaling by powers of two is exact.
-        scores = exact.product(block, keys).mul_(key_scale)
-        t = scores.to(torch.float32).mul_(qs[:, :, begin:end].reshape(kv_heads, -1, 1))
-        t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)  # infinities would make NaNs, whose casts differ by processor
-        # Before the block's own tokens all is allowed, unless there is a window.
-        masked = t if window else t[:, :, begin - end :]
-        masked.masked_fill_(~allowed[:, -masked.shape[2] :].repeat(groups, 1), -_SCORE_LIMIT)
-        weights, norm = exact.weights_from_scores(t, None)
-        o = exact.product(weights, values).div_(norm).mul_(value_scale)
-        o = o.to(torch.float32).view(kv_heads, groups, end - begin, dim)
+        parts, allowed = visible.block(first + begin, first + end)
+        scale = qs[:, :, begin:end].reshape(kv_heads, -1, 1)
+        o = way.block(begin, end, parts, scale, allowed).view(kv_heads, groups, end - begin, dim)
         out.append(o.permute(2, 0, 1, 3).reshape(end - begin, heads * dim))
     return torch.cat(out)
+
+
+class _Whole:
+    """Attention by products of whole integers in float64."""
+
+    def __init__(self, q: Tensor, seen: Seen, value_step: Tensor) -> None:
+        integers, self.query_scale = fused.row_integers(q) if fused.serves(q.device) else exact.row_integers(q)
+        kv_heads, (_, tokens, dim) = len(seen.keys), q.shape
+        self._q = integers.view(kv_heads, -1, tokens, dim).to(torch.float64)
+        keys, values, scale = (t.to(torch.float64) for t in (seen.keys, seen.values, seen.key_scale))
+        self.parts = [(keys.transpose(1, 2), 2), (values, 1), (scale.transpose(1, 2), 2)]
+        self._step = value_step.to(torch.float64)
+
+    def block(self, begin: int, end: int, parts: list[Tensor], scale: Tensor, allowed: Tensor) -> Tensor:
+        """Of queries begin .. end - 1: float32 [J, H / J * queries, D]. scale: float32 [J, H / J * queries, 1]."""
+        keys, values, key_scale = parts
+        queries = self._q[:, :, begin:end].reshape(len(keys), -1, self._q.shape[-1])
+        weights, norm = _weights(exact.product(queries, keys), key_scale, scale, allowed)
+        return exact.product(weights, values).div_(norm).mul_(self._step).to(torch.float32)
+
+
+class _InLimbs:
+    """The same integers by products of int8 limbs, which cost a fraction where the int8 kernel serves."""
+
+    def __init__(self, q: Tensor, seen: Seen, value_step: Tensor) -> None:
+        (heads, tokens, dim), kv_heads = q.shape, len(seen.keys)
+        limbs, self.query_scale = fused.limbs(q.reshape(-1, dim))
+        low, high = limbs.view(2, kv_heads, heads // kv_heads, tokens, dim)
+        self._low, self._high, self._cross = low, high, torch.cat([high, low], -1)
+        keys, values = (_split(t) for t in (seen.keys, seen.values))
+        self.parts = [(keys[0], 1), (keys[1], 1), (torch.cat(keys, 2), 1), (torch.cat(values, 2), 1)]
+        self.parts.append((seen.key_scale.to(torch.float64), 1))
+        self._steps: list[float] = value_step.flatten().tolist()
+
+    def block(self, begin: int, end: int, parts: list[Tensor], scale: Tensor, allowed: Tensor) -> Tensor:
+        """See _Whole.block."""
+        out = []
+        for j, step in enumerate(self._steps):
+            low, high, both, values, key_scale = (part[j] for part in parts)
+            sides = ((self._high, high), (self._cross, both), (self._low, low))
+            found = [exact.product_int8(x[j, :, begin:end].reshape(-1, x.shape[-1]), y.T) for x, y in sides]
+            weights, norm = fused.limb_weights(
+                (found[0], found[1], found[2]), key_scale, scale[j], allowed, _SCORE_LIMIT
+            )
+            out.append(fused.weighted(exact.product_int8(weights, values), norm, step))
+        return torch.stack(out)
+
+
+def _split(t: Tensor) -> tuple[Tensor, Tensor]:
+    """int16 within exact.ROW_MAX as exact.limbs: int8, low and high."""
+    high = (t + 128) >> 8  # no overflow: ROW_MAX + 128 is the largest int16
+    return (t - (high << 8)).to(torch.int8), high.to(torch.int8)
+
+
+def _weights(scores: Tensor, key_scale: Tensor, query_scale: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """See fused.weights; infinities would make NaNs, whose casts differ by processor, hence the limit."""
+    if fused.serves(scores.device):
+        return fused.weights(scores, key_scale, query_scale, allowed, _SCORE_LIMIT)
+    t = scores.mul_(key_scale).to(torch.float32).mul_(query_scale)  # scaling by powers of two is exact
+    t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)
+    t.masked_fill_(~allowed.repeat(scores.shape[1] // len(allowed), 1), -_SCORE_LIMIT)
+    return exact.weights_from_scores(t, None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from codec import exact
 from codec.errors import PredictorError, UserError
-from codec.predictor import packed
+from codec.predictor import fused, packed
 from codec.predictor.attention import Seen, attend
 from codec.predictor.base import Predictor
 from codec.predictor.config import LIMBED, PredictorConfig
@@ -295,7 +295,7 @@ class DecoderRun:
             attended = attended * w.smooth
         h = self.h + w.o(self._inputs(layer, "attention", attended))
         x = self._inputs(layer, "norm2", self._norm(h, w.norm2)[0])
-        y = (exact.silu(w.gate(x)) * w.up(x)).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
+        y = self._gated(w.gate(x), w.up(x))
         return (h + w.down(self._inputs(layer, "mlp", y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT), seen
 
     def turns(self) -> list[tuple[Tensor, Tensor]]:
@@ -329,11 +329,19 @@ class DecoderRun:
 
     def _norm(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """RMS norm over the last axis, and the RMS [..., 1]: squares summed as integers of the row's own scale."""
+        if fused.serves(x.device):
+            return fused.norm(x, weight, self.c.norm_eps)
         q, scale = exact.row_integers(x)
         wide, step = q.to(torch.float64), scale.to(torch.float64)
         mean = exact.row_sum(wide * wide) * (1.0 / x.shape[-1]) * (step * step)  # exact: a constant, one rounding
         rms = torch.sqrt(mean + self.c.norm_eps).to(torch.float32)
         return (x / rms) * weight, rms
+
+    @staticmethod
+    def _gated(gate: Tensor, up: Tensor) -> Tensor:
+        if fused.serves(gate.device):
+            return fused.gated(gate, up, _HIDDEN_LIMIT)
+        return (exact.silu(gate) * up).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
 
     def _integers(self, k: Tensor, v: Tensor, w: Layer) -> Seen:
         keys, scale = exact.row_integers(k)

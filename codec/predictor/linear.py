@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from codec import exact
-from codec.predictor import packed
+from codec.predictor import fused, packed
 
 FORMS = ("fp8", "int8", "int8-a16", "int16", "int4", "mxfp4")
 STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int8-a16": torch.int8, "int16": torch.int16,
@@ -25,25 +25,26 @@ class Inputs:
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
-        self._quantised: dict[str, tuple[list[Tensor], Tensor]] = {}
+        self._quantised: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def quantised(self, form: str) -> tuple[list[Tensor], Tensor]:
-        """(limbs, scale float32 [R, 1]): e4m3 values as one float64, int8 integers as one, 15-bit integers as two int8 limbs."""
+    def quantised(self, form: str) -> tuple[Tensor, Tensor]:
+        """(rows, scale float32 [R, 1]): e4m3 values as float64 [R, in], int8 integers [R, in], 15-bit integers as int8 limbs
+        [2 R, in]: all low ones, then the high ones."""
         found = self._quantised.get(form)
         if found is None:
             found = self._quantised[form] = _quantise(self._x, form)
         return found
 
 
-def _quantise(x: Tensor, form: str) -> tuple[list[Tensor], Tensor]:
+def _quantise(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
     if form == "fp8":
-        q, scale = exact.quantise_e4m3(x)
-        return [q], scale
+        return exact.quantise_e4m3(x)
     if form == "int8":
-        q, scale = exact.quantise_int8(x)
-        return [q], scale
+        return fused.int8(x) if fused.serves(x.device) else exact.quantise_int8(x)
+    if fused.serves(x.device):
+        return fused.limbs(x)
     q, scale = exact.row_integers(x)
-    return exact.limbs(q), scale
+    return torch.cat(exact.limbs(q)), scale
 
 
 class Linear:
@@ -78,31 +79,36 @@ class Linear:
         """float32 [R, out]"""
         rows, scale = inputs.quantised(_ACTIVATIONS[self.form])
         if self.form == "fp8":
-            total = exact.product(rows[0], self._limbs[0].to(torch.float32).to(torch.float64).T)
+            total = exact.product(rows, self._limbs[0].to(torch.float32).to(torch.float64).T)
         elif self._whole is not None and not exact.int8_kernel_serves(self.scale.device):
             total = exact.product(whole(rows), self._whole.to(torch.float64).T)
         else:
-            total = self._integer_product(rows)
+            products = [
+                exact.product_int8(rows, w) for w in self._limbs
+            ]  # stacked: a weight is converted once, where it must be
+            if fused.serves(rows.device):
+                return fused.dequantise(products, scale, self.scale, self.bias)
+            total = _whole_product(products, len(scale))
         y = total.mul_(scale.to(torch.float64)).mul_(self.scale).to(torch.float32)
         return y if self.bias is None else y + self.bias
 
-    def _integer_product(self, rows: list[Tensor]) -> Tensor:
-        """Sum over pairs of limbs, each exact in int32, combined in float64."""
-        total: Tensor | None = None
-        stacked = torch.cat(rows) if len(rows) > 1 else rows[0]  # so that a weight is converted once, where it must be
-        for j, w in enumerate(self._limbs):
-            for i, found in enumerate(exact.product_int8(stacked, w).chunk(len(rows))):
-                part = found.to(torch.float64)
-                if i + j:
-                    part.mul_(_LIMB ** (i + j))  # exact: a power of two
-                total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+
+def _whole_product(products: list[Tensor], rows: int) -> Tensor:
+    """Products of limbs, int32 [limbs * rows, out] a limb of the weight, combined in float64."""
+    total: Tensor | None = None
+    for j, product in enumerate(products):
+        for i, found in enumerate(product.chunk(max(1, len(product) // max(1, rows)))):
+            part = found.to(torch.float64)
+            if i + j:
+                part.mul_(_LIMB ** (i + j))  # exact: a power of two
+            total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
 
 
-def whole(limbs: list[Tensor]) -> Tensor:
-    """int8 limbs, low first, as the float64 integers they stand for."""
-    low, high = (limb.to(torch.float64) for limb in limbs)
+def whole(limbs: Tensor) -> Tensor:
+    """int8 limbs [2 R, n], low ones first, as the float64 integers they stand for."""
+    low, high = limbs.to(torch.float64).chunk(2)
     return high.mul_(_LIMB).add_(low)
 
 

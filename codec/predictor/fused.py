@@ -1,0 +1,377 @@
+"""The predictor's elementwise work in compiled loops: one pass over memory where torch makes ten.
+
+Each loop does what the operations it stands for do (codec.exact, linear, decoder, attention): one correctly rounded operation after
+another, in the same types and order, and sums of integers; so it gives the same bits, which tests/test_fused.py shows. Loops run on a
+CPU alone, rows shared among as many threads as torch has; elsewhere torch's own operations are taken.
+
+Shapes: R rows, n columns. Inputs are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from codec import exact
+from codec.kernels import compiled, inlined
+
+Singles = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Bits = NDArray[np.int32]
+Bytes = NDArray[np.int8]
+Flags = NDArray[np.bool_]
+
+ENABLED = True  # tests turn it off, to compare
+_ROWS_A_THREAD = 16
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+_INV_127, _LEAST_SCALE = np.float32(1.0 / 127.0), np.float32(2.0**-100)
+_LOG2E = np.float32(exact.LOG2E)
+_C0, _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in exact.EXP2)
+_ROW_MAX, _SHARE = np.float32(exact.ROW_MAX), np.float32(exact.ROW_MAX / 32768.0)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_WEIGHT_BITS = np.int32(exact.PROBABILITY_BITS)
+
+
+def serves(device: torch.device) -> bool:
+    """Whether tensors on a device go through these loops."""
+    return ENABLED and device.type == "cpu"
+
+
+@lru_cache(maxsize=4)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="rows")
+
+
+def _share(loop: Callable[..., Any], rows: int, *arguments: Any) -> None:
+    """Run loop(begin, end, *arguments) over all rows, on as many threads as torch uses."""
+    parts = min(torch.get_num_threads(), rows // _ROWS_A_THREAD)
+    if parts < 2:
+        loop(0, rows, *arguments)
+        return
+    edges = [rows * i // parts for i in range(parts + 1)]
+    for done in [_pool(parts).submit(loop, a, b, *arguments) for a, b in pairwise(edges)]:
+        done.result()
+
+
+def _array(x: Tensor) -> Any:
+    return x.contiguous().numpy()
+
+
+# ---------------------------------------------------------------- parts of loops
+@inlined
+def _pow2(exponent: int) -> Any:
+    """exact.pow2"""
+    return np.int32((exponent + 127) << 23).view(np.float32)
+
+
+@inlined
+def _exponent(top: int) -> Any:
+    """The exponent by which exact.row_integers scales a row whose largest magnitude has these bits."""
+    e = (top >> 23) - 126 if top > 0 else 0
+    if np.int32(top).view(np.float32) > _pow2(min(max(e, -60), 100)) * _SHARE:
+        e += 1
+    return min(max(e, -60), 100)
+
+
+@inlined
+def _integer(x: Any, factor: Any) -> Any:
+    """One value of exact.row_integers, as float32."""
+    return min(max(np.rint(x * factor), -_ROW_MAX), _ROW_MAX)
+
+
+@inlined
+def _exp2_fraction(t: Any, n: Any) -> Any:
+    """The polynomial of exact.exp2_fraction; n is floor(t)."""
+    f = t - n
+    y = _C5 * f + _C4
+    y = y * f + _C3
+    y = y * f + _C2
+    y = y * f + _C1
+    return y * f + _C0
+
+
+# ---------------------------------------------------------------- rows as integers
+@compiled
+def _limbs(begin: int, end: int, x: Singles, bits: Bits, limbs: Bytes, scale: Singles) -> None:
+    rows, n = x.shape
+    for i in range(begin, end):
+        top = np.int32(0)
+        for j in range(n):
+            top = max(top, bits[i, j] & _MAGNITUDE)
+        e = _exponent(top)
+        factor = _pow2(15 - e)
+        scale[i, 0] = _pow2(e - 15)
+        for j in range(n):
+            q = np.int32(_integer(x[i, j], factor))
+            high = (q + np.int32(128)) >> np.int32(8)
+            limbs[i, j], limbs[rows + i, j] = np.int8(q - (high << np.int32(8))), np.int8(high)
+
+
+def limbs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [R, n] -> exact.limbs of exact.row_integers, low limbs of all rows, then high ones: int8 [2 R, n]; scales float32 [R, 1]."""
+    a = _array(x)
+    out, scale = np.empty((2 * a.shape[0], a.shape[1]), np.int8), np.empty((a.shape[0], 1), np.float32)
+    _share(_limbs, a.shape[0], a, a.view(np.int32), out, scale)
+    return torch.from_numpy(out), torch.from_numpy(scale)
+
+
+@compiled
+def _int8(begin: int, end: int, x: Singles, bits: Bits, out: Bytes, scale: Singles) -> None:
+    for i in range(begin, end):
+        top = np.int32(0)
+        for j in range(x.shape[1]):
+            top = max(top, bits[i, j] & _MAGNITUDE)
+        s = max(np.int32(top).view(np.float32) * _INV_127, _LEAST_SCALE)
+        scale[i, 0] = s
+        for j in range(x.shape[1]):
+            out[i, j] = np.int8(min(max(np.rint(x[i, j] / s), np.float32(-127.0)), np.float32(127.0)))
+
+
+def int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """exact.quantise_int8 of float32 [R, n]."""
+    a = _array(x)
+    out, scale = np.empty(a.shape, np.int8), np.empty((a.shape[0], 1), np.float32)
+    _share(_int8, a.shape[0], a, a.view(np.int32), out, scale)
+    return torch.from_numpy(out), torch.from_numpy(scale)
+
+
+@compiled
+def _row_integers(begin: int, end: int, x: Singles, bits: Bits, out: Doubles, scale: Singles) -> None:
+    for i in range(begin, end):
+        top = np.int32(0)
+        for j in range(x.shape[1]):
+            top = max(top, bits[i, j] & _MAGNITUDE)
+        e = _exponent(top)
+        factor = _pow2(15 - e)
+        scale[i, 0] = _pow2(e - 15)
+        for j in range(x.shape[1]):
+            out[i, j] = np.float64(_integer(x[i, j], factor))
+
+
+def row_integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """exact.row_integers of float32 [..., n], its integers as float64."""
+    a = _array(x)
+    rows = a.reshape(-1, a.shape[-1])
+    out, scale = np.empty(rows.shape), np.empty((len(rows), 1), np.float32)
+    _share(_row_integers, len(rows), rows, rows.view(np.int32), out, scale)
+    return torch.from_numpy(out.reshape(a.shape)), torch.from_numpy(scale.reshape(*a.shape[:-1], 1))
+
+
+# ---------------------------------------------------------------- between products
+@compiled
+def _dequantise(
+    begin: int, end: int, one: Bits, two: Bits, rows: int, row: Singles, column: Doubles, bias: Singles, out: Singles
+) -> None:
+    n = out.shape[1]
+    total = np.empty(n)
+    for i in range(begin, end):
+        for j in range(n):
+            total[j] = np.float64(one[i, j])
+        factor = 1.0
+        for k in range(i + rows, one.shape[0], rows):
+            factor *= 256.0
+            for j in range(n):
+                total[j] += np.float64(one[k, j]) * factor
+        factor = 1.0
+        for k in range(i, two.shape[0], rows):
+            factor *= 256.0
+            for j in range(n):
+                total[j] += np.float64(two[k, j]) * factor
+        scale = np.float64(row[i, 0])
+        for j in range(n):
+            out[i, j] = np.float32((total[j] * scale) * column[j])
+        if bias.shape[0]:
+            for j in range(n):
+                out[i, j] += bias[j]
+
+
+def dequantise(products: list[Tensor], row: Tensor, column: Tensor, bias: Tensor | None) -> Tensor:
+    """What integer products come to: float32 [R, n].
+
+    products: int32 [limbs * R, n] for each limb of the weight, rows' limbs one after another, low first; at most two. row: float32
+    [R, 1]; column: float64 [n]; bias: float32 [n].
+    """
+    one, none = products[0].numpy(), np.zeros((0, products[0].shape[1]), np.int32)
+    two = products[1].numpy() if len(products) > 1 else none
+    out = np.empty((len(row), one.shape[1]), np.float32)
+    more = np.zeros(0, np.float32) if bias is None else bias.numpy()
+    _share(_dequantise, len(row), one, two, len(row), row.numpy(), column.numpy(), more, out)
+    return torch.from_numpy(out)
+
+
+@compiled
+def _norm(
+    begin: int, end: int, x: Singles, bits: Bits, weight: Singles, eps: float, share: float, out: Singles, rms: Singles
+) -> None:
+    for i in range(begin, end):
+        top = np.int32(0)
+        for j in range(x.shape[1]):
+            top = max(top, bits[i, j] & _MAGNITUDE)
+        e = _exponent(top)
+        factor, step = _pow2(15 - e), np.float64(_pow2(e - 15))
+        total = np.int64(0)
+        for j in range(x.shape[1]):
+            q = np.int64(_integer(x[i, j], factor))
+            total += q * q
+        mean = (np.float64(total) * share) * (step * step)
+        r = np.float32(np.sqrt(mean + eps))
+        rms[i, 0] = r
+        for j in range(x.shape[1]):
+            out[i, j] = (x[i, j] / r) * weight[j]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS norm of float32 [..., n], see DecoderRun._norm."""
+    a = _array(x)
+    rows = a.reshape(-1, a.shape[-1])
+    out, rms = np.empty(rows.shape, np.float32), np.empty((len(rows), 1), np.float32)
+    share = 1.0 / a.shape[-1]
+    _share(_norm, len(rows), rows, rows.view(np.int32), weight.numpy(), eps, share, out, rms)
+    return torch.from_numpy(out.reshape(a.shape)), torch.from_numpy(rms.reshape(*a.shape[:-1], 1))
+
+
+@compiled
+def _gated(begin: int, end: int, gate: Singles, up: Singles, limit: Any, out: Singles) -> None:
+    for i in range(begin, end):
+        for j in range(gate.shape[1]):
+            x = gate[i, j]
+            t = max(-abs(x) * _LOG2E, np.float32(-126.0))
+            n = np.floor(t)
+            e = _exp2_fraction(t, n) * _pow2(np.int32(n))
+            y = (x * (e if x < _ZERO else _ONE) / (e + _ONE)) * up[i, j]
+            out[i, j] = min(max(y, -limit), limit)
+
+
+def gated(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """(exact.silu(gate) * up).clamp(-limit, limit) of float32 [R, n]."""
+    a, b = _array(gate), _array(up)
+    out = np.empty(a.shape, np.float32)
+    _share(_gated, len(a), a, b, np.float32(limit), out)
+    return torch.from_numpy(out)
+
+
+# ---------------------------------------------------------------- attention
+@inlined
+def _softmax(t: Singles, bits: Bits, weight: Bits) -> Any:
+    """exact.weights_from_scores of one row t, whose bits are `bits`: writes the weights, returns their sum."""
+    top = np.int32(-0x7FFFFFFF)
+    for k in range(t.shape[0]):  # floats in order as integers: of negative ones, all bits but the sign are turned round
+        top = max(top, bits[k] ^ ((bits[k] >> np.int32(31)) & _MAGNITUDE))
+    most = np.int32(top ^ ((top >> np.int32(31)) & _MAGNITUDE)).view(np.float32)
+    total = np.int64(0)
+    for k in range(t.shape[0]):
+        d = max(t[k] - most, np.float32(-100.0))
+        whole = np.floor(d)
+        weight[k] = np.int32(np.rint(_exp2_fraction(d, whole) * _pow2(np.int32(whole) + _WEIGHT_BITS)))
+        total += np.int64(weight[k])
+    return total
+
+
+@compiled
+def _weights(
+    begin: int,
+    end: int,
+    scores: Doubles,
+    key_scale: Doubles,
+    query_scale: Singles,
+    allowed: Flags,
+    limit: Any,
+    sums: Doubles,
+) -> None:
+    n, each = scores.shape[1], scores.shape[0] // key_scale.shape[0]
+    t, weight = np.empty(n, np.float32), np.empty(n, np.int32)
+    bits = t.view(np.int32)
+    for i in range(begin, end):
+        scale, query, head = query_scale[i], i % each % allowed.shape[0], i // each
+        for k in range(n):
+            score = np.float32(scores[i, k] * key_scale[head, k]) * scale
+            t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
+        sums[i] = np.float64(_softmax(t, bits, weight))
+        for k in range(n):
+            scores[i, k] = np.float64(weight[k])
+
+
+def weights(
+    scores: Tensor, key_scale: Tensor, query_scale: Tensor, allowed: Tensor, limit: float
+) -> tuple[Tensor, Tensor]:
+    """exact.weights_from_scores of scaled scores: (weights, which take the place of `scores`; their sums float64 [J, rows, 1]).
+
+    scores: float64 [J, rows, keys]; key_scale: float64 [J, 1, keys]; query_scale: float32 [J, rows, 1]; allowed: bool [T, keys], rows
+    being a multiple of T; a row's scores are clamped to -limit .. limit, and what is not allowed becomes -limit.
+    """
+    heads, rows, keys = scores.shape
+    sums = np.empty(heads * rows)
+    flat = scores.view(-1, keys).numpy()
+    scale, query = _array(key_scale).reshape(heads, keys), _array(query_scale).reshape(-1)
+    _share(_weights, heads * rows, flat, scale, query, allowed.numpy(), np.float32(limit), sums)
+    return scores, torch.from_numpy(sums).view(heads, rows, 1)
+
+
+@compiled
+def _limb_weights(
+    begin: int, end: int, high: Bits, cross: Bits, low: Bits, key_scale: Doubles, query_scale: Singles, allowed: Flags, limit: Any,
+    out: Bytes, sums: Doubles,
+) -> None:  # fmt: skip
+    rows, n = high.shape
+    t, weight = np.empty(n, np.float32), np.empty(n, np.int32)
+    bits = t.view(np.int32)
+    for i in range(begin, end):
+        scale, query = query_scale[i], i % allowed.shape[0]
+        for k in range(n):
+            whole = (np.float64(high[i, k]) * 256.0 + np.float64(cross[i, k])) * 256.0 + np.float64(low[i, k])
+            score = np.float32(whole * key_scale[k]) * scale
+            t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
+        sums[i] = np.float64(_softmax(t, bits, weight))
+        for k in range(n):
+            w = weight[k]
+            middle = (w + np.int32(128)) >> np.int32(8)
+            top = (middle + np.int32(128)) >> np.int32(8)
+            out[i, k] = np.int8(w - (middle << np.int32(8)))
+            out[rows + i, k] = np.int8(middle - (top << np.int32(8)))
+            out[2 * rows + i, k] = np.int8(top)
+
+
+def limb_weights(
+    products: tuple[Tensor, Tensor, Tensor], key_scale: Tensor, query_scale: Tensor, allowed: Tensor, limit: float
+) -> tuple[Tensor, Tensor]:
+    """`weights` of one head, in limbs: (int8 [3 rows, keys], low limbs of all rows first; their sums float64 [rows]).
+
+    products: int32 [rows, keys] each: of the queries' and keys' high limbs; of one's high and the other's low; of the low ones.
+    """
+    high, cross, low = (p.numpy() for p in products)
+    out, sums = np.empty((3 * high.shape[0], high.shape[1]), np.int8), np.empty(high.shape[0])
+    scale, query = _array(key_scale).reshape(-1), _array(query_scale).reshape(-1)
+    _share(_limb_weights, len(high), high, cross, low, scale, query, allowed.numpy(), np.float32(limit), out, sums)
+    return torch.from_numpy(out), torch.from_numpy(sums)
+
+
+@compiled
+def _weighted(begin: int, end: int, products: Bits, rows: int, sums: Doubles, step: float, out: Singles) -> None:
+    dim = out.shape[1]
+    for i in range(begin, end):
+        for d in range(dim):
+            total, factor = 0.0, 1.0
+            for k in range(i, 3 * rows, rows):
+                total += (np.float64(products[k, dim + d]) * 256.0 + np.float64(products[k, d])) * factor
+                factor *= 256.0
+            out[i, d] = np.float32((total / sums[i]) * step)
+
+
+def weighted(products: Tensor, sums: Tensor, step: float) -> Tensor:
+    """Weighted means of values: float32 [rows, D].
+
+    products: int32 [3 rows, 2 D], limbs of weights against limbs of values, low ones first; sums: float64 [rows], of the weights;
+    step: of the values, a power of two.
+    """
+    rows, dim = len(sums), products.shape[1] // 2
+    out = np.empty((rows, dim), np.float32)
+    _share(_weighted, rows, products.numpy(), rows, sums.numpy(), step, out)
+    return torch.from_numpy(out)
