@@ -81,7 +81,8 @@ def engine(
     plan.write_text(json.dumps(said | {"runs": [{"tokens": NEW} | run for run in runs]}))
     out.unlink(missing_ok=True)
     command = [str(PYTHON), str(REPO_ROOT / "tests" / "vllm" / "engine.py"), str(plan), str(out)]
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder / "numba")}
+    # Loops that its version of numba compiled are kept beside it, for the next process.
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(PYTHON.parent.parent / "loops")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-4000:]
     answers: Answers = json.loads(out.read_text())
