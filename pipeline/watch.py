@@ -55,12 +55,9 @@ def watch(
     """
     found = Watched(store.uri, shares)
     while True:
-        share = found.rounds % shares
+        selects = _in_share(found.rounds % shares, shares)
         try:
-            seen = audit(
-                store, grace=YOUNG, selects=lambda key, n=share: share_of(key, shares) == n, model=model, target=target,
-                checksums=True,
-            )  # fmt: skip
+            seen = audit(store, grace=YOUNG, selects=selects, model=model, target=target, checksums=True)
             decode_store(seen, device)
         except StorageError as error:
             found.unread, found.last = found.unread + 1, str(error)
@@ -78,3 +75,7 @@ def watch(
 def share_of(key: bytes, shares: int) -> int:
     """Which share a chunk is in, by its key; not by what a job's own sample goes by."""
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % shares
+
+
+def _in_share(share: int, shares: int) -> Callable[[bytes], bool]:
+    return lambda key: share_of(key, shares) == share

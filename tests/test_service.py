@@ -245,7 +245,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     def held(restored: Any, plan: Any, layers: Any) -> Iterator[bytes]:
         pieces = real(restored, plan, layers)
         yield next(pieces)
-        opened.wait(60)
+        opened.wait(10)
         yield from pieces
 
     monkeypatch.setattr(service, "stream", held)
