@@ -41,7 +41,7 @@ def add_window(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=int,
         metavar="N",
-        help="the predictor attends to the first tokens and the last N (default: all)",
+        help="the predictor attends to the first tokens, the last N, and a summary of those between (default: to all)",
     )
 
 

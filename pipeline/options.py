@@ -68,7 +68,7 @@ class Options:
     predictor: str | None = None  # the default one; `linear` for architectures that no predictor is written for
     loop: str = "closed"
     coder: str = coders.DEFAULT
-    window: int | None = None  # tokens that the predictor attends to besides the first few; None for all
+    window: int | None = None  # the last tokens that the predictor attends to one by one; None for all
     cache_dtype: str | None = None
     fp8_scale: str | None = None  # None: DEFAULT_FP8_SCALE where the cache is FP8
     chunk_tokens: int = 256

@@ -152,10 +152,11 @@ def test_scores_at_and_beyond_the_limit():
         torch.full((1, 1, 4), 2.0**40, dtype=torch.float64),
         torch.tensor([[[2.0**10], [1.0], [1.0 / math.pi]]]),
     )
-    t = (scores * key).to(torch.float32) * query
+    bias = torch.tensor([[[0.0, 0.0, -1e30, 3.0]]])
+    t = (scores * key).to(torch.float32) * query + bias
     t = t.clamp(-LIMIT, LIMIT).masked_fill(~allowed, -LIMIT)
     want = exact.weights_from_scores(t, None)
-    got = fused.weights(scores.clone(), key, query, allowed, LIMIT)
+    got = fused.weights(scores.clone(), key, query, bias, allowed, LIMIT)
     same(got[0], want[0])
     same(got[1], want[1])
 

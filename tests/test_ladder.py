@@ -1,8 +1,7 @@
-"""The rungs that calibration makes: smoothing, limbs by sensitivity, 4-bit weights, and windows."""
+"""The rungs that calibration makes: smoothing, limbs by sensitivity, and 4-bit weights."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor
 import codec
 from codec import errors, exact
 from codec.predictor import limbs, packed
-from codec.predictor.attention import SINKS, Seen, attend, block_length
 from codec.predictor.config import LIMBED
 from codec.predictor.linear import Inputs, Linear, quantise_weight
 from codec.predictor.ranges import READERS, LayerWeights, exponents, measure_ranges, smooth_layer
@@ -336,96 +334,3 @@ def test_malformed_packed_weights_are_refused(form: str) -> None:
         with_tensors(predictor, layers__0__q__shift=torch.cat([shift, shift], 1)),
     ]  # fmt: skip
     samples.refused_all(codec.Predictor.from_bytes, bad, errors.PredictorError)
-
-
-# ---------------------------------------------------------------- windows
-def plain_attention(q: Tensor, seen: Seen, step: Tensor, window: int) -> Tensor:
-    """Every query against every key under a mask, one query at a time: the definition."""
-    heads, tokens, dim = q.shape
-    groups, total = heads // seen.keys.shape[0], seen.keys.shape[1]
-    qi, qs = exact.row_integers(q)
-    out = torch.zeros(tokens, heads, dim)
-    for h in range(heads):
-        j = h // groups
-        for t in range(tokens):
-            place = total - tokens + t
-            may = [p for p in range(place + 1) if not window or p < SINKS or p > place - window]
-            scores = (qi[h, t].double() * seen.keys[j, may].double()).sum(1) * seen.key_scale[j, may, 0].double()
-            scale = qs[h, t] * (exact.LOG2E / dim**0.5)
-            weights, norm = exact.weights_from_scores((scores.float() * scale).clamp(-1e30, 1e30)[None], None)
-            o = (weights[0, :, None] * seen.values[j, may].double()).sum(0) / norm[0] * step[j, 0].double()
-            out[t, h] = o.float()
-    return out.view(tokens, heads * dim)
-
-
-@pytest.mark.parametrize("window", [0, 1, 2, 4, 5, 9, 30, 200])
-def test_attention_equals_its_definition(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(window)
-    q = torch.randn(4, 19, 8, generator=generator)
-    keys, scale = exact.row_integers(torch.randn(2, 50, 8, generator=generator))
-    values = torch.randint(-30000, 30000, (2, 50, 8), generator=generator).to(torch.int16)
-    step = torch.tensor([2.0**-12, 2.0**-9])[:, None, None]
-    seen = Seen(keys.to(torch.int16), scale, values)
-    want = plain_attention(q, seen, step, window)
-    for at_once in (1, 700, 1 << 18):
-        monkeypatch.setattr("codec.predictor.attention._SCORES_AT_ONCE", at_once)
-        assert torch.equal(attend(q, seen, step, window), want)
-
-
-def test_windows_are_cut_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of a query does not grow with its context."""
-    seen: list[int] = []
-    product = exact.product
-    monkeypatch.setattr(
-        exact, "product", lambda a, b: (seen.append(a.shape[-2] * a.shape[-1] * b.shape[-1]), product(a, b))[1]
-    )
-    work = []
-    for total in (400, 4000):
-        keys = torch.ones(2, total, 8, dtype=torch.int16)
-        attend(torch.ones(4, 64, 8), Seen(keys, torch.ones(2, total, 1), keys), torch.ones(2, 1, 1), 32)
-        work.append(sum(seen))
-        seen.clear()
-    assert work[0] == work[1] and block_length(4, 10**6, 32) == 64
-
-
-WINDOWED = samples.SMALL | {"num_hidden_layers": 3}
-
-
-@pytest.mark.parametrize("window", [1, 7, 40, 500])
-def test_windowed_guesses_do_not_depend_on_chunks_or_batches(window: int) -> None:
-    predictor = codec.build_predictor(WINDOWED, samples.weights(WINDOWED), "int8", exact_kv=True, window=window)
-    ids, other = samples.tokens(120, vocab=257), samples.tokens(33, vocab=257, seed=3)
-    whole = samples.guesses(predictor, predictor.new_state(), ids)
-    for chunk in (1 if window == 7 else 5, 16, 64, 119):
-        state = predictor.new_state()
-        for begin in range(0, len(ids), chunk):
-            part = ids[begin : begin + chunk]
-            for got, want in zip(samples.guesses(predictor, state, part), whole, strict=True):
-                for g, w in zip(got, want, strict=True):
-                    assert torch.equal(g, w[:, begin : begin + chunk])
-            predictor.advance(state, part)
-    run = predictor.run([predictor.new_state(), predictor.new_state()], [other, ids])
-    for layer in range(3):
-        guesses = run.guess(layer)
-        assert all(torch.equal(g, w) for g, w in zip(guesses[1], whole[layer], strict=True))
-        if layer < 2:
-            run.advance(layer, guesses)
-
-
-def test_a_window_is_part_of_the_predictor_and_truncation_goes_on_working() -> None:
-    tensors, ids = samples.weights(WINDOWED), samples.tokens(100, vocab=257)
-    made = {w: codec.build_predictor(WINDOWED, tensors, "int8", window=w) for w in (0, 20, 99, 100)}
-    assert len({p.fingerprint for p in made.values()}) == 4
-    last = {w: samples.guesses(p, p.new_state(), ids)[2][0] for w, p in made.items()}
-    assert torch.equal(last[100], last[0]) and not torch.equal(last[20], last[0])
-    assert torch.equal(last[20][:, :20], last[0][:, :20]), "nothing is out of sight yet"
-    state = samples.state_after(made[20], ids)
-    state.truncate(50)
-    again = samples.guesses(made[20], state, ids[50:])
-    assert torch.equal(again[2][0], last[20][:, 50:])
-
-
-@pytest.mark.parametrize("window", [-1, 1.0, True, "9", None, 1 << 25])
-def test_windows_of_stored_predictors_are_checked(window: Any) -> None:
-    with pytest.raises(errors.PredictorError, match="window"):
-        replace(samples.tiny().config, window=window).check()

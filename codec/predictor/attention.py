@@ -1,8 +1,10 @@
-"""Causal attention in exact arithmetic, over all earlier tokens or over the first few and a window of the last ones."""
+"""Causal attention in exact arithmetic, over all earlier tokens, or over the first few, a window of the last ones and what stands for
+those between (codec.predictor.far)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor
 
 from codec import exact
 from codec.predictor import fused
+from codec.predictor.far import SINKS, Far, centroids, far, groups_before
 
-SINKS = 4  # the first tokens, which a window never loses: models park attention there (Xiao et al. 2024)
 _SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
 _SCORE_LIMIT = 1e30
 _LIMB_TOKENS = 1 << 17  # fewer keys than these: sums of int8 products stay below 2**31
@@ -19,11 +21,15 @@ _LIMB_TOKENS = 1 << 17  # fewer keys than these: sums of int8 products stay belo
 
 @dataclass
 class Seen:
-    """K and V that attention in one layer sees, as integers: keys, values int16 [J, S, D]; key_scale float32 [J, S, 1]."""
+    """K and V that attention in one layer sees, as integers: keys, values int16 [J, S, D]; key_scale float32 [J, S, 1].
+
+    far: centroids of the groups that windows have left behind, as many as were needed so far.
+    """
 
     keys: Tensor
     key_scale: Tensor
     values: Tensor
+    far: Far | None = None
 
     def first(self, n: int) -> Seen:
         """The first n tokens."""
@@ -31,24 +37,52 @@ class Seen:
 
     def then(self, other: Seen) -> Seen:
         """These tokens followed by others."""
-        pairs = ((self.keys, other.keys), (self.key_scale, other.key_scale), (self.values, other.values))
-        return Seen(*(torch.cat(p, 1) for p in pairs))
+        keys, values = torch.cat([self.keys, other.keys], 1), torch.cat([self.values, other.values], 1)
+        return Seen(keys, torch.cat([self.key_scale, other.key_scale], 1), values, self.far)
+
+    def with_far(self, window: int) -> Seen:
+        """The same with the centroids that the last token's attention needs."""
+        if not window:
+            return self
+        have = 0 if self.far is None else self.far.keys.shape[1] // centroids(window)
+        need = groups_before(self.keys.shape[1] - 1, window)
+        if have >= need:
+            return self
+        cut = slice(SINKS + have * window, SINKS + need * window)
+        new = far(self.keys[:, cut], self.key_scale[:, cut], self.values[:, cut], window)
+        return Seen(self.keys, self.key_scale, self.values, new if self.far is None else self.far.then(new))
+
+
+@dataclass
+class _Part:
+    """What of every token, along an axis, and of every centroid: the same for both."""
+
+    tokens: Tensor
+    far: Tensor | None
+    axis: int
 
 
 class _Visible:
-    """What queries from token `first` on may see, cut down block by block. parts: with the axis of the tokens of each."""
+    """What queries from token `first` on may see, cut down block by block."""
 
-    def __init__(self, parts: list[tuple[Tensor, int]], first: int, window: int) -> None:
-        total, device = parts[0][0].shape[parts[0][1]], parts[0][0].device
-        self._window, self._end = window, total
+    def __init__(self, parts: list[_Part], first: int, window: int) -> None:
+        total, device = parts[0].tokens.shape[parts[0].axis], parts[0].tokens.device
+        self._window, self._device = window, device
         self._near = self._from(first)
-        self._parts = [(self._pick(t, self._near, total, axis), axis) for t, axis in parts]
+        self._parts = [_Part(self._pick(p.tokens, self._near, total, p.axis), p.far, p.axis) for p in parts]
         self._place = self._pick(torch.arange(total, device=device), self._near, total, 0)
+        if window:
+            # Queries before `until` see a token, those from there on its group's centroids.
+            until = (torch.arange(1, total // window + 2, device=device) + 1) * window + (SINKS - 1)
+            tokens = until.repeat_interleave(window)[: total - SINKS] if total > SINKS else until[:0]
+            sinks = torch.full((min(SINKS, total),), total, device=device)
+            self._until = self._pick(torch.cat([sinks, tokens]), self._near, total, 0)
+            self._since = until.repeat_interleave(centroids(window))
 
     def _from(self, query: int) -> int:
         """The first token of a query's window, 0 where that meets the sinks."""
-        near = max(0, query - self._window + 1) if self._window else 0
-        return near if near > SINKS else 0
+        groups = groups_before(query, self._window) if self._window else 0
+        return SINKS + groups * self._window if groups else 0
 
     @staticmethod
     def _pick(t: Tensor, near: int, end: int, axis: int) -> Tensor:
@@ -58,17 +92,25 @@ class _Visible:
         return torch.cat([t.narrow(axis, 0, SINKS), t.narrow(axis, near, end - near)], axis)
 
     def block(self, begin: int, end: int) -> tuple[list[Tensor], Tensor]:
-        """For queries begin .. end - 1: the parts' n tokens, and which of them each query may see: bool [queries, n]."""
+        """For queries begin .. end - 1: n tokens and centroids of each part, and which each query may see: bool [queries, n]."""
         gap = self._near - SINKS if self._near else 0  # tokens already left out
         near = self._from(begin)
         near = near - gap if near > self._near else 0
-        parts = [self._pick(t, near, end - gap, axis) for t, axis in self._parts]
         place = self._pick(self._place, near, end - gap, 0)
-        query = torch.arange(begin, end, device=place.device)[:, None]
-        allowed = place <= query
+        query = torch.arange(begin, end, device=self._device)[:, None]
+        allowed, count = place <= query, 0
         if self._window:
-            allowed &= (place > query - self._window) | (place < SINKS)
-        return parts, allowed
+            allowed &= query < self._pick(self._until, near, end - gap, 0)
+            count = centroids(self._window) * groups_before(end - 1, self._window)
+            allowed = torch.cat([allowed, query >= self._since[:count]], 1)
+        return [self._of(part, near, end - gap, count) for part in self._parts], allowed
+
+    def _of(self, part: _Part, near: int, end: int, count: int) -> Tensor:
+        tokens = self._pick(part.tokens, near, end, part.axis)
+        if not count:
+            return tokens
+        assert part.far is not None, "with_far comes before attend"
+        return torch.cat([tokens, part.far.narrow(part.axis, 0, count)], part.axis)
 
 
 def block_length(heads: int, total: int, window: int) -> int:
@@ -76,15 +118,17 @@ def block_length(heads: int, total: int, window: int) -> int:
     if not window:
         return max(1, _SCORES_AT_ONCE // (heads * total))
     most = max(64, window)  # so that no block sees much more than its windows hold
-    return max(1, min(most, _SCORES_AT_ONCE // (heads * min(total, window + most + SINKS))))
+    visible = SINKS + 2 * window + most + centroids(window) * groups_before(total, window)
+    return max(1, min(most, _SCORES_AT_ONCE // (heads * min(total, visible))))
 
 
 def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
     """Causal attention of one sequence: q float32 [H, T, D] -> float32 [T, H * D], over blocks of queries.
 
-    value_step: float32 [J, 1, 1], powers of two; window: the last tokens that are seen besides the sinks, 0 for all.
+    value_step: float32 [J, 1, 1], powers of two; window: the last tokens that are seen themselves, at least, besides the sinks; 0 for all.
     """
     (heads, tokens, dim), (kv_heads, total, _) = q.shape, seen.keys.shape
+    seen = seen.with_far(window)
     groups, first = heads // kv_heads, total - tokens
     to_base_2 = exact.LOG2E / math.sqrt(dim)  # exact: a constant, one rounding
     in_limbs = fused.serves(q.device) and exact.int8_kernel_serves(q.device) and total < _LIMB_TOKENS
@@ -109,15 +153,19 @@ class _Whole:
         integers, self.query_scale = fused.row_integers(q) if fused.serves(q.device) else exact.row_integers(q)
         kv_heads, (_, tokens, dim) = len(seen.keys), q.shape
         self._q = integers.view(kv_heads, -1, tokens, dim).to(torch.float64)
-        keys, values, scale = (t.to(torch.float64) for t in (seen.keys, seen.values, seen.key_scale))
-        self.parts = [(keys.transpose(1, 2), 2), (values, 1), (scale.transpose(1, 2), 2)]
+        self.parts = _parts(seen, self._converted, (2, 1, 2, 2))
         self._step = value_step.to(torch.float64)
+
+    @staticmethod
+    def _converted(seen: Seen | Far, bias: Tensor) -> list[Tensor]:
+        keys, values, scale = (t.to(torch.float64) for t in (seen.keys, seen.values, seen.key_scale))
+        return [keys.transpose(1, 2), values, scale.transpose(1, 2), bias.transpose(1, 2)]
 
     def block(self, begin: int, end: int, parts: list[Tensor], scale: Tensor, allowed: Tensor) -> Tensor:
         """Of queries begin .. end - 1: float32 [J, H / J * queries, D]. scale: float32 [J, H / J * queries, 1]."""
-        keys, values, key_scale = parts
+        keys, values, key_scale, bias = parts
         queries = self._q[:, :, begin:end].reshape(len(keys), -1, self._q.shape[-1])
-        weights, norm = _weights(exact.product(queries, keys), key_scale, scale, allowed)
+        weights, norm = _weights(exact.product(queries, keys), key_scale, scale, bias, allowed)
         return exact.product(weights, values).div_(norm).mul_(self._step).to(torch.float32)
 
 
@@ -129,23 +177,33 @@ class _InLimbs:
         limbs, self.query_scale = fused.limbs(q.reshape(-1, dim))
         low, high = limbs.view(2, kv_heads, heads // kv_heads, tokens, dim)
         self._low, self._high, self._cross = low, high, torch.cat([high, low], -1)
-        keys, values = (_split(t) for t in (seen.keys, seen.values))
-        self.parts = [(keys[0], 1), (keys[1], 1), (torch.cat(keys, 2), 1), (torch.cat(values, 2), 1)]
-        self.parts.append((seen.key_scale.to(torch.float64), 1))
+        self.parts = _parts(seen, self._converted, (1,) * 6)
         self._steps: list[float] = value_step.flatten().tolist()
+
+    @staticmethod
+    def _converted(seen: Seen | Far, bias: Tensor) -> list[Tensor]:
+        keys, values = (_split(t) for t in (seen.keys, seen.values))
+        return [*keys, torch.cat(keys, 2), torch.cat(values, 2), seen.key_scale.to(torch.float64), bias]
 
     def block(self, begin: int, end: int, parts: list[Tensor], scale: Tensor, allowed: Tensor) -> Tensor:
         """See _Whole.block."""
         out = []
         for j, step in enumerate(self._steps):
-            low, high, both, values, key_scale = (part[j] for part in parts)
+            low, high, both, values, *scales = (part[j] for part in parts)
             sides = ((self._high, high), (self._cross, both), (self._low, low))
             found = [exact.product_int8(x[j, :, begin:end].reshape(-1, x.shape[-1]), y.T) for x, y in sides]
             weights, norm = fused.limb_weights(
-                (found[0], found[1], found[2]), key_scale, scale[j], allowed, _SCORE_LIMIT
+                (found[0], found[1], found[2]), scales[0], scale[j], scales[1], allowed, _SCORE_LIMIT
             )
             out.append(fused.weighted(exact.product_int8(weights, values), norm, step))
         return torch.stack(out)
+
+
+def _parts(seen: Seen, convert: Callable[[Seen | Far, Tensor], list[Tensor]], axes: tuple[int, ...]) -> list[_Part]:
+    """Of tokens and centroids alike; tokens have no bias."""
+    tokens = convert(seen, torch.zeros_like(seen.key_scale))
+    rest = [None] * len(axes) if seen.far is None else convert(seen.far, seen.far.bias)
+    return [_Part(t, f, axis) for t, f, axis in zip(tokens, rest, axes, strict=True)]
 
 
 def _split(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,11 +212,13 @@ def _split(t: Tensor) -> tuple[Tensor, Tensor]:
     return (t - (high << 8)).to(torch.int8), high.to(torch.int8)
 
 
-def _weights(scores: Tensor, key_scale: Tensor, query_scale: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+def _weights(
+    scores: Tensor, key_scale: Tensor, query_scale: Tensor, bias: Tensor, allowed: Tensor
+) -> tuple[Tensor, Tensor]:
     """See fused.weights; infinities would make NaNs, whose casts differ by processor, hence the limit."""
     if fused.serves(scores.device):
-        return fused.weights(scores, key_scale, query_scale, allowed, _SCORE_LIMIT)
-    t = scores.mul_(key_scale).to(torch.float32).mul_(query_scale)  # scaling by powers of two is exact
+        return fused.weights(scores, key_scale, query_scale, bias, allowed, _SCORE_LIMIT)
+    t = scores.mul_(key_scale).to(torch.float32).mul_(query_scale).add_(bias)  # scaling by powers of two is exact
     t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)
     t.masked_fill_(~allowed.repeat(scores.shape[1] // len(allowed), 1), -_SCORE_LIMIT)
     return exact.weights_from_scores(t, None)

@@ -20,6 +20,7 @@ from codec.predictor import fused, packed
 from codec.predictor.attention import Seen, attend
 from codec.predictor.base import Predictor
 from codec.predictor.config import LIMBED, PredictorConfig
+from codec.predictor.far import centroids
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
 from codec.predictor.rope import cos_sin, rotate
 
@@ -122,6 +123,9 @@ class DecoderPredictor(Predictor):
         exact.bound("16-bit products", 15 + 15, math.log2(longest))
         exact.bound("attention scores", 30, math.log2(c.head_dim))
         exact.bound("attention output", exact.PROBABILITY_BITS, 15, math.log2(c.context_length))
+        if c.window:
+            least = min(c.window, c.context_length)
+            exact.bound("distances of keys", 32, math.log2(c.head_dim), math.log2(centroids(least) + 1))
         exact.bound("squares of a row", 30, math.log2(max(c.hidden, c.head_dim)))
 
     @staticmethod
@@ -289,6 +293,7 @@ class DecoderRun:
         q = self._turned(w.q(self.x), self.c.heads, w.q_norm)  # [H, R, D]
         new = [self._integers(k, v, w) for k, v in kv]
         seen = [s.layers[layer].then(n) if s.length else n for s, n in zip(self.states, new, strict=True)]
+        seen = [s.with_far(self.c.window) for s in seen]
         queries = zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)
         attended = torch.cat([attend(part, s, w.value_step, self.c.window) for part, s in queries])
         if w.smooth is not None:

@@ -282,6 +282,7 @@ def _weights(
     scores: Doubles,
     key_scale: Doubles,
     query_scale: Singles,
+    bias: Singles,
     allowed: Flags,
     limit: Any,
     sums: Doubles,
@@ -292,7 +293,7 @@ def _weights(
     for i in range(begin, end):
         scale, query, head = query_scale[i], i % each % allowed.shape[0], i // each
         for k in range(n):
-            score = np.float32(scores[i, k] * key_scale[head, k]) * scale
+            score = np.float32(scores[i, k] * key_scale[head, k]) * scale + bias[head, k]
             t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
         sums[i] = np.float64(_softmax(t, bits, weight))
         for k in range(n):
@@ -300,25 +301,36 @@ def _weights(
 
 
 def weights(
-    scores: Tensor, key_scale: Tensor, query_scale: Tensor, allowed: Tensor, limit: float
+    scores: Tensor, key_scale: Tensor, query_scale: Tensor, bias: Tensor, allowed: Tensor, limit: float
 ) -> tuple[Tensor, Tensor]:
     """exact.weights_from_scores of scaled scores: (weights, which take the place of `scores`; their sums float64 [J, rows, 1]).
 
-    scores: float64 [J, rows, keys]; key_scale: float64 [J, 1, keys]; query_scale: float32 [J, rows, 1]; allowed: bool [T, keys], rows
-    being a multiple of T; a row's scores are clamped to -limit .. limit, and what is not allowed becomes -limit.
+    scores: float64 [J, rows, keys]; key_scale: float64 [J, 1, keys]; query_scale: float32 [J, rows, 1]; bias: float32 [J, 1, keys], added
+    to scaled scores; allowed: bool [T, keys], rows being a multiple of T; a row's scores are clamped to -limit .. limit, and what is not
+    allowed becomes -limit.
     """
     heads, rows, keys = scores.shape
     sums = np.empty(heads * rows)
     flat = scores.view(-1, keys).numpy()
-    scale, query = _array(key_scale).reshape(heads, keys), _array(query_scale).reshape(-1)
-    _share(_weights, heads * rows, flat, scale, query, allowed.numpy(), np.float32(limit), sums)
+    scale, more = (_array(t).reshape(heads, keys) for t in (key_scale, bias))
+    _share(
+        _weights,
+        heads * rows,
+        flat,
+        scale,
+        _array(query_scale).reshape(-1),
+        more,
+        allowed.numpy(),
+        np.float32(limit),
+        sums,
+    )
     return scores, torch.from_numpy(sums).view(heads, rows, 1)
 
 
 @compiled
 def _limb_weights(
-    begin: int, end: int, high: Bits, cross: Bits, low: Bits, key_scale: Doubles, query_scale: Singles, allowed: Flags, limit: Any,
-    out: Bytes, sums: Doubles,
+    begin: int, end: int, high: Bits, cross: Bits, low: Bits, key_scale: Doubles, query_scale: Singles, bias: Singles, allowed: Flags,
+    limit: Any, out: Bytes, sums: Doubles,
 ) -> None:  # fmt: skip
     rows, n = high.shape
     t, weight = np.empty(n, np.float32), np.empty(n, np.int32)
@@ -327,7 +339,7 @@ def _limb_weights(
         scale, query = query_scale[i], i % allowed.shape[0]
         for k in range(n):
             whole = (np.float64(high[i, k]) * 256.0 + np.float64(cross[i, k])) * 256.0 + np.float64(low[i, k])
-            score = np.float32(whole * key_scale[k]) * scale
+            score = np.float32(whole * key_scale[k]) * scale + bias[k]
             t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
         sums[i] = np.float64(_softmax(t, bits, weight))
         for k in range(n):
@@ -340,7 +352,12 @@ def _limb_weights(
 
 
 def limb_weights(
-    products: tuple[Tensor, Tensor, Tensor], key_scale: Tensor, query_scale: Tensor, allowed: Tensor, limit: float
+    products: tuple[Tensor, Tensor, Tensor],
+    key_scale: Tensor,
+    query_scale: Tensor,
+    bias: Tensor,
+    allowed: Tensor,
+    limit: float,
 ) -> tuple[Tensor, Tensor]:
     """`weights` of one head, in limbs: (int8 [3 rows, keys], low limbs of all rows first; their sums float64 [rows]).
 
@@ -348,8 +365,10 @@ def limb_weights(
     """
     high, cross, low = (p.numpy() for p in products)
     out, sums = np.empty((3 * high.shape[0], high.shape[1]), np.int8), np.empty(high.shape[0])
-    scale, query = _array(key_scale).reshape(-1), _array(query_scale).reshape(-1)
-    _share(_limb_weights, len(high), high, cross, low, scale, query, allowed.numpy(), np.float32(limit), out, sums)
+    scale, query, more = (_array(t).reshape(-1) for t in (key_scale, query_scale, bias))
+    _share(
+        _limb_weights, len(high), high, cross, low, scale, query, more, allowed.numpy(), np.float32(limit), out, sums
+    )
     return torch.from_numpy(out), torch.from_numpy(sums)
 
 

@@ -1,0 +1,110 @@
+"""What windowed attention still sees of tokens that left the window: centroids of their keys.
+
+Tokens behind the sinks form groups as long as the window. A group that lies before all windows is stood for by one centroid for every
+SHARE of its tokens: Lloyd's k-means on the keys (S. P. Lloyd, 1982), in integers, so that every process finds the same. A centroid
+attends as the mean of its tokens' keys and gives the mean of their values; its weight counts for all of them: log2 of their number is
+added to its score.
+
+Shapes: J key-value heads, D head dims, W window and group length, C centroids of a group, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from codec import exact
+
+SINKS = 4  # the first tokens, which a window never loses: models park attention there (Xiao et al. 2024)
+SHARE = 16  # tokens of a group for one centroid
+ROUNDS = 3
+NONE = -1e30  # added to the score of a centroid without tokens: attention gives it no weight
+_LOG_BITS = 30
+
+
+def centroids(window: int) -> int:
+    """Of one group."""
+    return max(1, window // SHARE)
+
+
+def groups_before(query: int, window: int) -> int:
+    """Groups of which no token is among the last `window` that the token at this place sees; its window begins where they end."""
+    return max(0, query - window + 1 - SINKS) // window
+
+
+@dataclass
+class Far:
+    """Centroids of the first groups: keys, values int16 [J, G C, D]; key_scale float32 [J, G C, 1], powers of two; bias float32
+    [J, G C, 1]: log2 of how many tokens each stands for."""
+
+    keys: Tensor
+    key_scale: Tensor
+    values: Tensor
+    bias: Tensor
+
+    def first(self, n: int) -> Far:
+        """The first n centroids."""
+        return Far(self.keys[:, :n], self.key_scale[:, :n], self.values[:, :n], self.bias[:, :n])
+
+    def then(self, other: Far) -> Far:
+        """These and others behind them."""
+        pairs = (
+            (self.keys, other.keys),
+            (self.key_scale, other.key_scale),
+            (self.values, other.values),
+            (self.bias, other.bias),
+        )
+        return Far(*(torch.cat(p, 1) for p in pairs))
+
+
+@lru_cache(maxsize=8)
+def _biases(window: int) -> Tensor:
+    """What is added to the score of a centroid of 0 .. window tokens: float32 [window + 1]."""
+    return torch.tensor([NONE, *(log2(n) for n in range(1, window + 1))], dtype=torch.float64).to(torch.float32)
+
+
+def log2(n: int) -> float:
+    """log2 of n >= 1 to 2**-30, by squaring in whole numbers: no library rounds it its own way."""
+    whole = n.bit_length() - 1
+    x, bits = (n << 62) >> whole, 0  # 1 <= x / 2**62 < 2
+    for _ in range(_LOG_BITS):
+        x = x * x >> 62
+        bits <<= 1
+        if x >> 63:
+            x, bits = x >> 1, bits | 1
+    return whole + bits * 2.0**-_LOG_BITS
+
+
+def far(keys: Tensor, key_scale: Tensor, values: Tensor, window: int) -> Far:
+    """The centroids of whole groups.
+
+    keys, values: int16 [J, G W, D]; key_scale: float32 [J, G W, 1], powers of two.
+    """
+    heads, _, dim = keys.shape
+    count = centroids(window)
+    scale = key_scale.reshape(-1, window, 1).amax(1, keepdim=True)  # [J G, 1, 1]
+    ratio = key_scale.reshape(-1, window, 1) / scale
+    k = torch.round(keys.reshape(-1, window, dim).to(torch.float32) * ratio).to(torch.float64)
+    v = values.reshape(-1, window, dim).to(torch.float64)
+    # The bounds: 2 * 15 + log2(D) bits for distances, 15 + log2(W) for sums.
+    stride = window // count
+    centre, order = k[:, stride // 2 :: stride][:, :count], torch.arange(count, device=k.device).to(torch.float64)
+    for _ in range(ROUNDS):
+        distance = exact.row_sum(centre * centre).transpose(1, 2) - 2.0 * exact.product(k, centre.transpose(1, 2))
+        ranked = distance * float(count) + order  # of equal distances, the first centroid is taken
+        mine = (ranked == ranked.amin(-1, keepdim=True)).to(torch.float64).transpose(1, 2)  # [J G, C, W]
+        members = exact.row_sum(mine)
+        mean = torch.round(exact.product(mine, k) / members.clamp_min(1.0))
+        centre = torch.where(members > 0, mean, centre)
+    value = torch.round(exact.product(mine, v) / members.clamp_min(1.0))
+    bias = _biases(window).to(k.device)[members.to(torch.int64)]
+    wide = scale.expand(-1, count, 1).reshape(heads, -1, 1)
+    return Far(
+        centre.to(torch.int16).view(heads, -1, dim),
+        wide,
+        value.to(torch.int16).view(heads, -1, dim),
+        bias.view(heads, -1, 1),
+    )
