@@ -142,7 +142,7 @@ def restored(folder: Path, model: Path, prompts: dict[str, list[int]], found: Sa
     return engine(folder, model, runs, kv=found.kv, store=found.store)
 
 
-def check(model: Path, prompts: dict[str, list[int]], found: Saved, answers: Answers) -> None:
+def check(prompts: dict[str, list[int]], found: Saved, answers: Answers) -> None:
     """What a fresh engine must have done with what another one saved."""
     second, first, flipped, corrupt, after, count = answers
     for answer, want, ids in ((first, found.answers[0], prompts["a"]), (second, found.answers[1], prompts["b"])):
@@ -159,7 +159,6 @@ def check(model: Path, prompts: dict[str, list[int]], found: Saved, answers: Ans
     own = pipeline.restore(found.kept.store, found.kept.job.target.hex(), prompts["count"])
     (trace,) = count["trace"]
     assert (own.tokens, trace["right"]) == (len(prompts["count"]), SPLIT)
-    assert count["tokens"] == generated(model, own, prompts["count"])
 
 
 @torch.no_grad()
@@ -181,7 +180,10 @@ def test_bf16_caches_of_vllm_and_of_the_main_job_go_on_where_they_were(
     found = saved(tmp_path, model, prompts, "auto", "bf16", "int8")
     assert alone[0] | {"trace": []} == found.answers[0]  # to save changes nothing
     answers = restored(tmp_path, model, prompts, found)
-    check(model, prompts, found, answers)
+    check(prompts, found, answers)
+    # Only the whole model is sure enough of its tokens to choose the same ones in two engines.
+    own = pipeline.restore(found.kept.store, found.kept.job.target.hex(), prompts["count"])
+    assert answers[-1]["tokens"] == generated(model, own, prompts["count"])
     assert answers[1]["hash"] == alone[0]["hash"]
     assert answers[-1]["tokens"] == alone[1]["tokens"]
 
@@ -192,4 +194,4 @@ def test_fp8_caches_go_in_as_the_bytes_they_are(
     if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
         pytest.skip("vLLM has FP8 caches on processors with AVX-512 or AMX only")
     found = saved(tmp_path, short_model, prompts, "fp8", "fp8_e4m3", "linear")
-    check(short_model, prompts, found, restored(tmp_path, short_model, prompts, found))
+    check(prompts, found, restored(tmp_path, short_model, prompts, found))
