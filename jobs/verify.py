@@ -2,16 +2,20 @@
 """Verify a store: list what is missing, corrupt, orphaned or mismatched, each with its path and cause.
 
     python jobs/verify.py --store URI [--model NAME | --target FINGERPRINT] [--sample F] [--deep] [--repair]
+    python jobs/verify.py --store URI --watch [--sample F] [--every TIME] [--rounds N] [--report FILE.json]
 
 Every object is read and its checksums are computed; with --deep every chunk is decoded too, from the store alone, on Ray where
-that takes long (the cluster of RAY_ADDRESS, or this machine). Exit status: 0
-if nothing is wrong, 1 if something is (also where a repair has just mended it), 2 for a request that cannot be met.
+that takes long (the cluster of RAY_ADDRESS, or this machine). With --watch it goes on beside jobs and services until it is stopped,
+and each round decodes another share of the chunks. Exit status: 0 if nothing is wrong, 1 if something is (also where a repair has
+just mended it), 2 for a request that cannot be met.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
+from codec.errors import UserError
 from jobs.arguments import GRACE, add_log, add_store, seconds
+from jobs.configuration import Given
 from jobs.exits import run_job
 from jobs.notes import Notes
 
@@ -42,6 +48,16 @@ def parser() -> argparse.ArgumentParser:
     add("--local", action="store_true", help="decode in this process, without Ray, however much it is")
     add("--shared-fs", action="store_true", help="every node of the cluster mounts the local store's file system")
     add("--repair", action="store_true", help="put aside or delete what is wrong, so that the next job makes it again")
+    add("--watch", action="store_true", help="go on, and decode another share of the chunks each round")
+    add(
+        "--every",
+        type=seconds,
+        default=60.0,
+        metavar="TIME",
+        help="with --watch: a round begins so often (default: 60s)",
+    )
+    add("--rounds", type=int, metavar="N", help="with --watch: end after N rounds (default: when it is stopped)")
+    add("--report", metavar="FILE.json", help="with --watch: totals so far, written anew after each round")
     add("--grace", type=seconds, default=GRACE, metavar="TIME", help="younger orphans are left alone (default: 24h)")
     add("--device", default="cpu", metavar="DEVICE", help="where --deep decodes: cpu, cuda (default: cpu)")
     add_log(p)
@@ -50,7 +66,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, verify, and turn errors into one sentence and an exit status."""
-    return run_job(parser(), arguments, lambda given: verify(given.namespace, Notes(given, "verify")))
+
+    def run(given: Given) -> int:
+        notes = Notes(given, "verify")
+        return keep_watch(given.namespace) if given.namespace.watch else verify(given.namespace, notes)
+
+    return run_job(parser(), arguments, run)
 
 
 def verify(given: argparse.Namespace, notes: Console) -> int:
@@ -99,18 +120,58 @@ def work(given: argparse.Namespace, store: Store) -> Work:
     return choose
 
 
+def keep_watch(given: argparse.Namespace) -> int:
+    """Verify share after share, until it is stopped or has made its rounds."""
+    from pipeline.options import Verify
+    from pipeline.report import say, show_rows, write_report
+    from pipeline.store import Store
+    from pipeline.watch import watch
+
+    if given.repair:
+        raise UserError("--watch only looks; repair with a run of its own")
+    if given.rounds is not None and given.rounds < 1:
+        raise UserError(f"--rounds {given.rounds} must be at least 1")
+    result = Console()
+    shares = max(1, round(1 / Verify.parse(f"sample:{given.sample}").fraction))
+    store = Store.open(given.store, create=False)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # how a service is stopped
+    rounds = watch(
+        store, shares, model=given.model, target=given.target, device=given.device, tell=lambda text: say(result, text)
+    )
+    found, begin = None, time.monotonic()
+    try:
+        for found in rounds:
+            if given.report:
+                write_report(given.report, found.to_plain())
+            if found.rounds == given.rounds:
+                break
+            time.sleep(max(0.0, begin + given.every - time.monotonic()))
+            begin = time.monotonic()
+    except KeyboardInterrupt:
+        say(result, "stopped")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if found is None:
+        return 0
+    rows = [("rounds", f"{found.rounds:,}, a share of 1/{shares} each"), ("chunks decoded", f"{found.decoded:,}")]
+    show_rows(
+        result,
+        f"watched {store.uri}",
+        [*rows, ("failed", f"{len(found.faults):,}"), ("not read", f"{found.unread:,} rounds")],
+    )
+    return 1 if found.faults or found.unread == found.rounds else 0
+
+
 def progress(notes: Console) -> Any:
     """A line every few seconds."""
-    from time import monotonic
-
     from pipeline.report import say
 
-    last = monotonic()
+    last = time.monotonic()
 
     def tell(text: str) -> None:
         nonlocal last
-        if monotonic() - last > 10:
-            last = monotonic()
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
             say(notes, text)
 
     return tell

@@ -57,14 +57,14 @@ class EncodeActor:
             torch.set_num_threads(self._device.threads)
             predictor, profile = _load(self._job, self._device)
             self._profile = profile
-            truth: Truth
-            if self._job.decoded is None:
-                truth = Prefilled(load_checked_target(self._job, self._device))
-            else:
-                old = replace(self._job, predictor=self._job.decoded.predictor, profile=self._job.decoded.profile)
-                truth = Reread(old, *_load(old, self._device))
-            self._encoder = ChainEncoder(self._job, truth, predictor, profile, self._report, self._charge)
+            self._encoder = ChainEncoder(self._job, self._truth(), predictor, profile, self._report, self._charge)
         return self._encoder
+
+    def _truth(self) -> Truth:
+        if self._job.decoded is None:
+            return Prefilled(load_checked_target(self._job, self._device))
+        old = replace(self._job, predictor=self._job.decoded.predictor, profile=self._job.decoded.profile)
+        return Reread(old, *_load(old, self._device))
 
     def _group(self, group: Group) -> GroupResult:
         encoder = self._loaded()

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec.keys import chunk_keys, content_id, root_key
+from codec.keys import chunk_keys, content_id, engine_target, root_key
 from pipeline.tenancy import tenant_name
 from tests.conftest import REPO_ROOT
 
@@ -98,6 +98,7 @@ def test_keys_are_the_golden_ones() -> None:
 def test_names_are_the_golden_ones() -> None:
     assert content_id(b"kv").hex() == "60b92982ed5167ead392dad7828e0c06fb993f6d01340ff93dd10e50440234f5"
     assert tenant_name("größe".encode()) == "de2457e29e9a9a6494a4cf1e87e54e411a6f59ca97897ab80ed3b42f999d3c1d"
+    assert engine_target(TARGET, "vllm").hex() == "324e1194f78f28b7a183003a8361084523de03e005bbfe0a9dddf3fbc534969f"
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])

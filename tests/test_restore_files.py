@@ -74,7 +74,7 @@ def test_a_stream_is_a_safetensors_file_of_the_size_that_was_said(kept: Kept, tm
     ids = PROMPTS["a"]
     found = pipeline.restore(kept.store, kept.job.target.hex(), ids)
     plan = layout(found, {"id": "a"})
-    data = b"".join(stream(found, plan))
+    data = b"".join(stream(found, plan, found.layers()))
     assert len(data) == plan.size
     (tmp_path / "a.safetensors").write_bytes(data)
     assert same(pairs_of(tmp_path / "a.safetensors"), kept.truth(ids))
@@ -89,7 +89,7 @@ def test_of_an_fp8_cache_the_stored_values_and_their_scales(tiny_model: Path, tm
     kept.put({"b": ids})
     found = pipeline.restore(kept.store, kept.job.target.hex(), ids, layers=(1, 3), heads=(1, 2))
     plan = layout(found)
-    (tmp_path / "b.safetensors").write_bytes(b"".join(stream(found, plan)))
+    (tmp_path / "b.safetensors").write_bytes(b"".join(stream(found, plan, found.layers())))
     tensors = safetensors.torch.load_file(tmp_path / "b.safetensors")
     truth = [(k[1:2], v[1:2]) for k, v in kept.truth(ids)[1:]]
     assert same([(tensors[f"layers.{n}.key"], tensors[f"layers.{n}.value"]) for n in (1, 2)], truth)
@@ -103,7 +103,7 @@ def test_what_is_cut_short_is_no_safetensors_file(own: Kept) -> None:
     found = pipeline.restore(own.store, own.job.target.hex(), PROMPTS["a"])
     plan, got = layout(found), []
     with pytest.raises(ChunkFailed):
-        got.extend(stream(found, plan))
+        got.extend(stream(found, plan, found.layers()))
     assert len(got) in (3, 5), "the header and a layer or two were sent"
     with pytest.raises(Exception, match=r"(?i)incomplete|invalid"):
         safetensors.torch.load(b"".join(got))

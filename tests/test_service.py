@@ -242,10 +242,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     opened, real = threading.Event(), service.stream
 
-    def held(restored: Any, plan: Any) -> Iterator[bytes]:
-        pieces = real(restored, plan)
+    def held(restored: Any, plan: Any, layers: Any) -> Iterator[bytes]:
+        pieces = real(restored, plan, layers)
         yield next(pieces)
-        opened.wait(60)
+        opened.wait(10)
         yield from pieces
 
     monkeypatch.setattr(service, "stream", held)

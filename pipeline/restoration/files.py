@@ -17,12 +17,10 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
-from torch import Tensor
-
 from codec.errors import DataError, StorageError, UserError
 from codec.formats import NumberFormat, number_format
 from codec.keys import content_id
-from pipeline.restoration.restorer import Restoration
+from pipeline.restoration.restorer import Pair, Restoration
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 SUFFIX = ".safetensors"
@@ -80,17 +78,17 @@ def _metadata(restored: Restoration) -> dict[str, str]:
     return found if restored.scales is None else found | {"scale_mode": restored.scales.mode}
 
 
-def layer_bytes(pair: tuple[Tensor, Tensor], fmt: NumberFormat) -> Iterator[bytes]:
+def layer_bytes(pair: Pair, fmt: NumberFormat) -> Iterator[bytes]:
     """One layer's K and V, [heads, tokens, head_dim], as a file holds them."""
     for values in pair:
         yield fmt.little_endian(values)
 
 
-def stream(restored: Restoration, plan: Layout) -> Iterator[bytes]:
-    """The whole as pieces, layer by layer. Raises ChunkFailed in the middle: what was yielded is then short of plan.size."""
+def stream(restored: Restoration, plan: Layout, layers: Iterator[tuple[int, Pair]]) -> Iterator[bytes]:
+    """The whole as pieces, from its layers as they are decoded. What those raise cuts it short of plan.size."""
     fmt = number_format(restored.cache_format)
     yield plan.head
-    for _, pair in restored.layers():
+    for _, pair in layers:
         yield from layer_bytes(pair, fmt)
 
 

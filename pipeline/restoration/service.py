@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from codec.errors import KVCodecError, UserError
 from pipeline.corpus import BadRecord, parse_record
 from pipeline.render import token_ids
+from pipeline.restoration.batcher import Batcher
 from pipeline.restoration.catalogue import Ids, token_array
 from pipeline.restoration.files import Layout, layout, stream
 from pipeline.restoration.restorer import Restoration, Restorer
@@ -34,6 +36,7 @@ from pipeline.restoration.span import Range
 
 FIELDS = {"token_ids", "messages", "tools", "text", "layers", "heads"}
 RETRY_SECONDS = 1
+DECODERS = 2  # batches that are decoded at a time
 AHEAD = 2  # pieces (K or V of a layer) that wait for a slow client
 MEDIA_TYPE = "application/octet-stream"
 
@@ -96,6 +99,7 @@ class Service:
         self._refreshing = threading.Lock()
         self._index_error = ""  # why what was committed of late is not seen
         self._threads = ThreadPoolExecutor(limits.concurrency, "restore")
+        self._batcher = Batcher(min(limits.concurrency, DECODERS))
 
     async def handle(self, request: Request) -> Response:
         """Answer any request."""
@@ -191,7 +195,7 @@ class Service:
                 self._refreshing.release()
 
     async def _pieces(self, restored: Restoration, plan: Layout, begin: float, place: _Place) -> AsyncIterator[bytes]:
-        """The body. A thread decodes, a few pieces ahead of the client; whatever goes wrong is raised, which cuts the body short."""
+        """The body. A thread makes pieces of decoded layers, a few ahead of the client; what goes wrong is raised and cuts it short."""
         queue: asyncio.Queue[bytes | BaseException] = asyncio.Queue(AHEAD)
         loop, stopped = asyncio.get_running_loop(), threading.Event()
         until = begin + self._limits.deadline
@@ -212,8 +216,9 @@ class Service:
 
         def work() -> None:
             try:
-                for piece in stream(restored, plan):
-                    put(piece)
+                with closing(self._batcher.ask(restored)) as feed:
+                    for piece in stream(restored, plan, feed.layers()):
+                        put(piece)
             except BaseException as error:
                 if not stopped.is_set():
                     asyncio.run_coroutine_threadsafe(_force(queue, error), loop)

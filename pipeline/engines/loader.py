@@ -1,0 +1,159 @@
+"""Stored prefixes decoded into an engine's pages, and pages copied into files: the side of an engine that computes.
+
+Decoding takes longer than a step of the engine, so it is done in a thread while the engine serves others. The engine uses a
+request's blocks only when all of them were reported as loaded, so half a prefix is never seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from codec.errors import ChunkFailed, DataError, KVCodecError
+from codec.formats import number_format
+from codec.scales import CacheScales
+from pipeline.engines.lookup import Load, Save
+from pipeline.engines.pages import PageLayout
+from pipeline.engines.spool import Spool, SpooledCache
+from pipeline.restoration.restorer import Restoration, Workshop
+
+log = logging.getLogger("kv_store")
+
+
+@dataclass(frozen=True)
+class PagedLayer:
+    """One attention layer of the engine: its pages, and what an FP8 cache of it is multiplied by, K and V."""
+
+    cache: Tensor
+    layout: PageLayout
+    scales: tuple[float, float]
+
+
+class PagedCache:
+    """All layers of an engine's cache, in their order."""
+
+    def __init__(self, layers: Sequence[PagedLayer], cache_format: str) -> None:
+        self.layers, self.format = list(layers), number_format(cache_format)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, KV heads, and values of a head."""
+        return len(self.layers), self.layers[0].cache.shape[1], self.layers[0].layout.places.shape[2]
+
+    @property
+    def scales(self) -> CacheScales | None:
+        """Those of an FP8 cache; None of any other."""
+        if not self.format.coarse:
+            return None
+        values = np.array([layer.scales for layer in self.layers], np.float32)
+        mode = "none" if bool((values == 1).all()) else "tensor"
+        return CacheScales(mode, np.repeat(values[:, :, None], self.shape[1], 2))
+
+    def take(self, save: Save) -> SpooledCache:
+        """A copy of a prompt's cache."""
+        blocks, tokens, dtype = save.blocks, len(save.ids), self.format.dtype
+        pairs = [layer.layout.take(layer.cache, blocks, 0, tokens, dtype) for layer in self.layers]
+        return SpooledCache(torch.from_numpy(save.ids.copy()), pairs, self.format.name, self.scales)
+
+    def check(self, restored: Restoration) -> None:
+        """Raise DataError where a stored cache is not one that the engine can go on with."""
+        shape, scales = restored.decoder.predictor.config, restored.scales
+        wanted = (shape.layers, shape.kv_heads, shape.head_dim)
+        if wanted != self.shape:
+            raise DataError(f"the stored cache has {wanted} layers, heads and values, the engine's {self.shape}")
+        own = self.scales
+        if scales is not None and own is not None and not np.array_equal(scales.values, own.values):
+            raise DataError(
+                "the stored FP8 cache has other scales than the engine's; store it with --fp8-scale none, or save it from the engine"
+            )
+
+
+class Loader:
+    """Loads that are under way, one after another in a thread, and saves behind them."""
+
+    def __init__(self, workshop: Workshop, cache: PagedCache, spool: Spool | None = None) -> None:
+        self._workshop, self._cache, self._spool = workshop, cache, spool
+        self._threads = ThreadPoolExecutor(1, "kv-store-load")
+        self._writing = ThreadPoolExecutor(1, "kv-store-save")
+        self._loads: dict[Future[int], Load] = {}
+        self._saves: list[Future[None]] = []
+        self._failed: set[int] = set()
+
+    def load(self, load: Load) -> None:
+        """Begin to load."""
+        self._loads[self._threads.submit(self.fill, load)] = load
+
+    def done(self, seconds: float = 0.0) -> set[str]:
+        """Requests whose loads have come to an end, well or not. seconds: how long to wait for one of them."""
+        ended = wait(self._loads, seconds, "FIRST_COMPLETED").done if self._loads else set()
+        requests = set()
+        for future in ended:
+            load = self._loads.pop(future)
+            requests.add(load.request)
+            right = future.result()
+            if right < load.end:
+                block = self._cache.layers[0].layout.block
+                self._failed.update(load.blocks[right // block : load.end // block])
+        return requests
+
+    def failed(self) -> set[int]:
+        """Blocks that could not be loaded, since this was asked last. Their requests are among those that `done` gave."""
+        found, self._failed = self._failed, set()
+        return found
+
+    def fill(self, load: Load) -> int:
+        """Decode into the pages; how many tokens from the prompt's first one on are right, at most load.end."""
+        try:
+            restored = self._workshop.open(load.ids, [load.match])
+            while restored.tokens > load.first:
+                self._cache.check(restored)
+                try:
+                    return self._write(load, restored)
+                except ChunkFailed:
+                    continue  # it is shorter now
+            reason = "; ".join(restored.notes)
+        except KVCodecError as error:
+            reason = str(error)
+        except Exception as error:  # the engine must hear of it and compute by itself, whatever it was
+            reason = f"{type(error).__name__}: {error}"
+        log.error("a stored prefix of %d tokens cannot be restored: %s", load.end, reason)
+        return load.first
+
+    def _write(self, load: Load, restored: Restoration) -> int:
+        end = min(load.end, restored.tokens)
+        with torch.inference_mode():
+            for number, (key, value) in restored.layers():
+                layer = self._cache.layers[number]
+                pair = key[:, load.first : end], value[:, load.first : end]
+                layer.layout.put(layer.cache, load.blocks, load.first, pair)
+        if end < load.end:
+            log.error("a stored prefix has %d tokens and not %d: %s", end, load.end, "; ".join(restored.notes))
+        log.info("restored tokens %d to %d of a prompt from the store", load.first, end)
+        return end
+
+    def save(self, save: Save) -> None:
+        """Copy a prompt's pages now, and write them into the spool in a thread."""
+        if self._spool is None:
+            return
+        with torch.inference_mode():
+            taken = self._cache.take(save)
+        self._saves = [future for future in self._saves if not future.done()]
+        self._saves.append(self._writing.submit(self._keep, taken))
+
+    def _keep(self, taken: SpooledCache) -> None:
+        assert self._spool is not None
+        try:
+            self._spool.put(taken)
+        except KVCodecError as error:  # the engine goes on without
+            log.error("a cache was not saved: %s", error)
+
+    def close(self) -> None:
+        """Let what is under way come to its end."""
+        self._threads.shutdown(cancel_futures=True)
+        self._writing.shutdown()
