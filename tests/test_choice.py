@@ -32,6 +32,7 @@ from pipeline.run import Consoles, run
 from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import load_target
+from pipeline.truth import Prefilled
 from pipeline.verify import ChainVerifier
 from pipeline.work import ADOPTED, KEPT, Job, load_predictor, load_profile
 from tests.conftest import write_tokenizer
@@ -127,13 +128,13 @@ def test_chains_are_encoded_and_verified_without_ray(
     store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
     root = codec.root_key(target=job.target, cache_format="bf16", chunk_tokens=CHUNK)
     keys = codec.chunk_keys(root, prompts[0], CHUNK)
-    stored = ChainEncoder(job, target, predictor, profile).prompt(prompts[0], keys, frozenset(keys), {})
+    stored = ChainEncoder(job, Prefilled(target), predictor, profile).prompt(prompts[0], keys, frozenset(keys), {})
     assert [chunk.tokens for chunk in stored] == [32, 32, 32, 4]
     loaded = load_predictor(store, predictor.fingerprint, "cpu")
     rows = {chunk.key: chunk.layer_checksums for chunk in stored}
     findings = ChainVerifier(job, loaded, profile).prompt(prompts[0], keys, frozenset(keys), rows)
     assert findings.verified == keys and not findings.failed
-    again = ChainEncoder(job, target, loaded, profile).prompt(prompts[0], keys, frozenset(keys[-1:]), {})
+    again = ChainEncoder(job, Prefilled(target), loaded, profile).prompt(prompts[0], keys, frozenset(keys[-1:]), {})
     assert [chunk.outcome for chunk in again] == [KEPT, KEPT, KEPT, ADOPTED]
 
 

@@ -38,7 +38,9 @@ from codec.errors import DataError, UserError
 from codec.formats import number_format
 from jobs.bench.child import ROOT
 from jobs.bench.machine import describe
-from pipeline.catalogue import Generation, generations, read_generation, stored_prompts
+from pipeline.catalogue import generations, read_generation, stored_prompts
+from pipeline.committed import read_checksums
+from pipeline.paths import index_prefix
 from pipeline.prompts import PromptReader
 from pipeline.restoration.targets import find_target
 from pipeline.store import Store
@@ -136,20 +138,21 @@ def find_prompts(store: Store, target: bytes, count: int) -> list[Wanted]:
     found: dict[tuple[bytes, ...], Wanted] = {}
     reader = PromptReader(store)
     for gen in generations(store, target=target.hex()).values():
-        read_generation(store, gen, checksums=True, broken=_raise, wrong=_raise)
-        for prompt in stored_prompts(store, gen):
+        read_generation(store, gen, broken=_raise)
+        sums = {
+            key: one
+            for part in store.list(index_prefix(gen.target, gen.profile))
+            for key, one in read_checksums(store, part).items()
+        }
+        for prompt in stored_prompts(store, gen.target, gen.roots, gen.rows.__contains__):
             if not prompt.tenant and all(key in gen.rows for key in prompt.keys):
                 ids = reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
-                found.setdefault(prompt.keys, _wanted(gen, prompt.keys, prompt.chunk_tokens, ids.tolist()))
+                body = json.dumps({"token_ids": ids.tolist()}).encode()
+                fmt = gen.rows[prompt.keys[0]][0].cache_format
+                found[prompt.keys] = Wanted(body, tuple(sums[key] for key in prompt.keys), prompt.chunk_tokens, fmt)
     if not found:
         raise UserError(f"the store {store.uri} holds no whole prompt of this target")
     return sorted(found.values(), key=lambda one: -len(one.body))[:count]
-
-
-def _wanted(gen: Generation, keys: Sequence[bytes], step: int, ids: list[int]) -> Wanted:
-    rows = [gen.rows[key][0] for key in keys]
-    body = json.dumps({"token_ids": ids}).encode()
-    return Wanted(body, tuple(row.layer_checksums for row in rows), step, rows[0].cache_format)
 
 
 def _raise(path: str, error: object) -> None:
