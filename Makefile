@@ -45,7 +45,7 @@ test: $(DEV) $(WEIGHTS)
 	$(PYTEST) -n 2 --dist loadfile -m "not slow and not vllm" $(PYTEST_ARGS)
 
 test-slow: $(DEV) $(WEIGHTS)
-	$(PYTEST) -n 2 --dist loadfile -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 # The one thing that may keep this from running is that vLLM has no wheels for a machine.
 test-vllm: $(DEV) $(WEIGHTS)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from jobs.configuration import Given
+from pipeline.secrets import without_secrets
 
 
 class Notes(Console):
@@ -38,7 +39,11 @@ class Notes(Console):
         if not self._json:
             super().print(message, markup=False, highlight=False, soft_wrap=True)
             return
-        about = {name: self._given.values[name] for name in ("store", "model") if self._given.values.get(name)}
+        about = {
+            name: without_secrets(str(self._given.values[name]))
+            for name in ("store", "model")
+            if self._given.values.get(name)
+        }
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "job": self._job, **about, **fields}
         sys.stderr.write(json.dumps(line | {"message": message}, ensure_ascii=False) + "\n")
         sys.stderr.flush()

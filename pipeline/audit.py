@@ -323,7 +323,7 @@ def check_prompts(found: Audit, gen: Survey, rows: list[Row], reached: NDArray[n
 def check_pointers(found: Audit) -> set[bytes]:
     """Readers' pointers, the small objects that name the profile in use, and scales of FP8 caches; the profiles that are named."""
     for path, error in read_pointers(found.store).damaged.items():
-        found.add(CORRUPT, path, error, QUARANTINE)
+        found.add(CORRUPT, path, error)  # without it an older entry would count
     named: set[bytes] = set()
     for path in found.store.list(f"{PROFILES}/{BY_CONFIG}"):
         try:

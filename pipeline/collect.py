@@ -56,7 +56,8 @@ def find_garbage(store: Store, grace: float) -> Collection:
     """List what can go, older than `grace` seconds.
 
     Raises:
-        DataError: part of the index cannot be read: then nothing can be said about blobs, and a repair comes first.
+        DataError: part of the index cannot be read: then nothing can be said about blobs, and a repair comes first; or a pointer is
+            damaged.
         StorageError: the storage failed.
     """
     found, before = Collection(), time.time() - grace
@@ -65,6 +66,11 @@ def find_garbage(store: Store, grace: float) -> Collection:
     found.items += [Item("quarantine", entry) for entry in store.entries(QUARANTINE) if entry.modified <= before]
     everything = list(generations(store).values())
     pointers = read_pointers(store)
+    for path, error in pointers.damaged.items():
+        raise DataError(
+            f"{store.uri}/{path}: {str(error).rstrip('.')}, so it cannot be said which generation is in use; let jobs/recompress.py point "
+            "readers to it anew, then delete that object"
+        )
     over = [_is_over(store, gen, pointers, before) for gen in everything]
     gone = [gen for gen, yes in zip(everything, over, strict=True) if yes]
     everything = [gen for gen, yes in zip(everything, over, strict=True) if not yes]
@@ -78,9 +84,10 @@ def find_garbage(store: Store, grace: float) -> Collection:
     if busy:
         found.notes.append(f"{busy} job(s) run on this store: blobs, profiles and predictors are left alone")
         return found
+    targets = {other.target for other in everything}
     for gen in gone:
-        targets = {other.target for other in everything}
         found.items += [Item("retired", entry, gen) for entry in _all_of(store, gen, prompts=gen.target not in targets)]
+        targets.add(gen.target)  # its prompts are listed once
     for gen in everything:
         followed = gen.parents()
         for key, entry in gen.blobs.items():
@@ -155,6 +162,13 @@ def collect(store: Store, grace: float, tell: Callable[[str], None], *, compact:
             if kind in NEEDS_QUIET and running_jobs(store, grace):
                 found.notes.append(f"a job has begun meanwhile: {len(items)} {kind} object(s) are left alone")
                 continue
+            if kind == "retired":
+                in_use = read_pointers(store).in_use  # somebody may have gone back to one
+                items = [
+                    item
+                    for item in items
+                    if item.owner is None or (item.owner.target, item.owner.profile) not in in_use
+                ]
             for item in _still_unused(store, items) if kind == "blob" else items:
                 if kind == "leftover":
                     store.discard(item.entry)

@@ -238,8 +238,14 @@ def _append(
 
 
 def refuse_retired(store: Store, pair: Pair) -> None:
-    """Raise UserError where a generation was replaced: what is put there would be collected."""
-    entry = read_pointers(store).retired.get(pair)
+    """Raise UserError where a generation was replaced, or is not shown yet: what is put there would be collected."""
+    pointers = read_pointers(store)
+    if pair in pointers.staged:
+        raise UserError(
+            f"a recompression fills the generation that these options lead to (of {pointers.staged[pair].model!r}); finish it with "
+            "jobs/recompress.py, then readers see it"
+        )
+    entry = pointers.retired.get(pair)
     if entry is not None:
         raise UserError(
             f"these options lead to a generation of {entry.model!r} that was replaced on {entry.made} (profile "

@@ -77,6 +77,12 @@ def dead_leases(store: Store, grace: float) -> list[str]:
     return [entry.path for entry in store.entries(RUNNING) if time.time() - entry.modified >= limit]
 
 
+def refuse_deleting(store: Store) -> None:
+    """Raise UserError while a collection or repair is at work. Whoever calls it has a lease, which later ones look at."""
+    if any(time.time() - entry.modified <= LOCK_SECONDS for entry in store.entries(LOCKS)):
+        raise UserError(f"a collection or repair is at work on {store.uri}; run again when it has ended")
+
+
 @contextmanager
 def exclusive(store: Store) -> Iterator[None]:
     """Be the only one who deletes from the store while the body runs.

@@ -85,7 +85,9 @@ def admit(
     for prompt in sorted(prompts, key=lambda p: p.position):
         if limit is not None and len(taken) == limit:
             break
-        known = taken.setdefault((prompt.tenant, prompt.id, b"" if one_corpus else prompt.content), prompt)
+        known = taken.setdefault(
+            (prompt.tenant, prompt.id, b"" if one_corpus else prompt.content + prompt.keys[-KEY_BYTES:]), prompt
+        )
         end = prompt.position
         if known is prompt:
             continue

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from codec.errors import UserError
 from pipeline.calibration import find_profile
 from pipeline.current import point, point_first, read_pointers, stage
-from pipeline.lease import at_work
+from pipeline.lease import at_work, refuse_deleting
 from pipeline.model_source import ModelSource, resolve_model
 from pipeline.options import DEFAULT_FP8_SCALE, FP8_FORMATS, Options
 from pipeline.paths import index_prefix
@@ -144,6 +144,8 @@ def recompress(options: RecompressOptions, consoles: Consoles) -> int:
         return 0
     lease: AbstractContextManager[None] = nullcontext() if options.dry_run else at_work(store)
     with lease, recorded("recompress", work.job, wanted, asdict(options)) as record:
+        if not options.dry_run:
+            refuse_deleting(store)  # it may be about to delete what this goes back to
         ran = work.run(consoles, lambda job: _hide(store, old, job))
         if ran.status == 0 and not options.dry_run:
             _show(store, old, ran.job, consoles)
@@ -154,8 +156,8 @@ def recompress(options: RecompressOptions, consoles: Consoles) -> int:
 def _hide(store: Store, old: Replaced, job: Job) -> None:
     """Hide the new generation, and see to it that readers who ask for the name know which one they are to follow."""
     main = old.generations[0]
-    if old.name in main.models:
-        point_first(store, old.name, old.cache_format, (main.target, main.profile))
+    for name in sorted(main.models):  # who reads it by another name goes on doing so
+        point_first(store, name, old.cache_format, (main.target, main.profile))
     if next(store.list(index_prefix(job.target, job.profile)), None) is None:  # what readers have been shown stays
         stage(store, old.name, job.cache_format, (job.target, job.profile))
 
@@ -189,7 +191,9 @@ class _Retell:
 
     def unchanged(self, rung_given: bool) -> bool:
         """Whether readers have this very generation, and nothing but it."""
-        if self.job.target != self._old.target:
+        if (
+            self.job.target != self._old.target or self._retelling is None
+        ):  # prompts that are given have to be looked at
             return False
         found = find_profile(self.job) if self.job.scaled else None
         pair = None if found is None else (found.target, found.profile)

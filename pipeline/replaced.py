@@ -93,7 +93,8 @@ def find_replaced(store: Store, name: str | None, source: str | None, cache_form
         names = Counter(row.model for rows in found[0].rows.values() for row in rows)
         name = min(in_use, default=names.most_common(1)[0][0])
     seen = pointers.current(name, made.cache_format)
-    return Replaced(name, target, found, made, seen, shared=bool(in_use.keys() - {name}))
+    names_of_it = in_use.keys() | {other for gen in found for other in gen.models}
+    return Replaced(name, target, found, made, seen, shared=bool(names_of_it - {name}))
 
 
 def _only(store: Store, what: str, found: set[bytes]) -> bytes:

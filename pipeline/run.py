@@ -66,6 +66,10 @@ def run(options: Options, consoles: Consoles) -> int:
     with recorded("compress", prepared.job, options) as record:
         ran = carry_out(prepared, consoles, lambda job: refuse_retired(job.store, (job.target, job.profile)))
         if not options.dry_run:
+            if (
+                ran.job.profile
+            ):  # a recompression may have replaced it meanwhile, and what is stored already may have been
+                refuse_retired(ran.job.store, (ran.job.target, ran.job.profile))
             record(ran)
             if ran.status == 0:
                 _show_readers(ran.job, consoles)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from codec.errors import UserError
+from codec.errors import DataError, UserError
 from pipeline.audit import audit
+from pipeline.collect import find_garbage
 from pipeline.current import IN_USE, STAGED, Entry, point, point_first, read_pointers, refuse_retired, stage
+from pipeline.lease import exclusive, refuse_deleting
 from pipeline.store import Store
 
 T1, T2, P1, P2, P3 = (bytes([n]) * 32 for n in range(1, 6))
@@ -91,6 +93,30 @@ def test_damaged_entries_count_for_nothing_and_are_reported(store: Store) -> Non
     move(store, (T2, P2), (T1, P1))
     entry = now(store)
     assert entry is not None and entry.pair == (T2, P2) and entry.number == 10
+
+
+def test_nothing_is_collected_while_a_pointer_is_damaged(store: Store) -> None:
+    """An older entry counts then, and the generation in use would look like one that was only begun."""
+    move(store, (T1, P1))
+    store.put_new("current/m/bf16/00000002", b"{")
+    with pytest.raises(DataError, match=r"current/m/bf16/00000002.*which generation is in use"):
+        find_garbage(store, 0.0)
+    store.delete("current/m/bf16/00000002")
+    assert find_garbage(store, 0.0).items == []
+
+
+def test_other_jobs_do_not_fill_what_a_recompression_has_begun(store: Store) -> None:
+    move(store, (T1, P1))
+    stage(store, "m", "bf16", (T2, P2))
+    with pytest.raises(UserError, match="a recompression fills the generation"):
+        refuse_retired(store, (T2, P2))
+
+
+def test_a_recompression_waits_for_a_collection(store: Store) -> None:
+    refuse_deleting(store)
+    with exclusive(store), pytest.raises(UserError, match="is at work on"):
+        refuse_deleting(store)
+    refuse_deleting(store)
 
 
 def test_entries_are_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

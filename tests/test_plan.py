@@ -167,6 +167,12 @@ def test_one_id_of_two_tenants_is_two_prompts() -> None:
     assert [p.tenant for p in admitted.prompts] == ["", "t"] and admitted.duplicates == 1
 
 
+def test_a_prompt_stored_at_two_lengths_is_two_prompts_of_a_store() -> None:
+    prompts = [prompt("a", [1, 2], 0, "x"), prompt("a", [1, 2, 3, 4, 5], 1, "x"), prompt("a", [1, 2], 2, "x")]
+    admitted = admit(prompts, [], limit=None, skip_bad=False, corpus="the store", one_corpus=False)
+    assert [p.n_tokens for p in admitted.prompts] == [2, 5] and admitted.duplicates == 1
+
+
 # ---------------------------------------------------------------- options
 @pytest.mark.parametrize(
     ("field", "value", "message"),

@@ -18,7 +18,7 @@ import torch
 import codec
 from codec.errors import DataError, UserError
 from codec.keys import chunk_keys, engine_target
-from pipeline.actors import EncodeActor
+from pipeline.actors import EncodeActor, VerifyActor
 from pipeline.calibration import SAMPLE_PROMPTS, SAMPLE_TOKENS, find_profile, offer_profile
 from pipeline.chain import Next
 from pipeline.choice import choose
@@ -147,7 +147,7 @@ def store_caches(
 
     Raises:
         UserError: there are none, or they are not of this model.
-        DataError: a file or something in the store is damaged.
+        DataError: a file or something in the store is damaged, or a new chunk does not decode to the bits that were given.
         StorageError: a file or the store cannot be read or written.
     """
     if not files:
@@ -157,9 +157,9 @@ def store_caches(
         for (fmt, scales), some in _kinds(files):
             job, root = _job(store, given, fmt, scales)
             job = find_profile(job) or _calibrated(job, given, some, device, tell)
-            actor = _GivenActor(job, device, given.engine)
+            actor, verifier = _GivenActor(job, device, given.engine), VerifyActor(job, device, Reporter(None))
             for path in some:
-                _store(actor, job, root, path, taken, tell)
+                _store(actor, verifier, job, root, path, taken, tell)
     return taken
 
 
@@ -234,7 +234,9 @@ def _sample(target: Target, cache: SpooledCache, step: int, *, states: bool) -> 
     return codec.ClosedSample(cache.ids, cache.layers, merged)
 
 
-def _store(actor: _GivenActor, job: Job, root: bytes, path: Path, taken: Taken, tell: Tell) -> None:
+def _store(
+    actor: _GivenActor, verifier: VerifyActor, job: Job, root: bytes, path: Path, taken: Taken, tell: Tell
+) -> None:
     cache = read(path)
     ids = cache.ids.tolist()
     keys = chunk_keys(root, ids, job.chunk_tokens)
@@ -256,8 +258,12 @@ def _store(actor: _GivenActor, job: Job, root: bytes, path: Path, taken: Taken, 
     group = Group((PromptRef(path.stem, part, 0, len(ids), tuple(keys), job.tenant, root),), todo, before.lost)
     actor.caches.use(cache.layers)
     try:
-        for out in actor({"group": [group.to_json()]}):
-            taken.add(GroupResult.from_json(out["result"][0]))
+        for stored in actor({"group": [group.to_json()]}):
+            for out in verifier(stored):
+                result = GroupResult.from_json(out["result"][0])
+                for cause in result.failed.values():
+                    raise DataError(f"{path} was stored, and does not come back: {cause}")
+                taken.add(result)
     except Diverged as error:
         taken.diverged.append(str(path))
         tell(f"{path}: not all of it is stored: {error}")

@@ -22,6 +22,7 @@ from pipeline.engines.lookup import Load, Save
 from pipeline.engines.pages import PageLayout
 from pipeline.engines.spool import Spool, SpooledCache
 from pipeline.restoration.restorer import Restoration, Workshop
+from pipeline.secrets import without_secrets
 
 log = logging.getLogger("kv_store")
 
@@ -121,7 +122,7 @@ class Loader:
         except KVCodecError as error:
             reason = str(error)
         except Exception as error:  # the engine must hear of it and compute by itself, whatever it was
-            reason = f"{type(error).__name__}: {error}"
+            reason = without_secrets(f"{type(error).__name__}: {error}")
         log.error("a stored prefix of %d tokens cannot be restored: %s", load.end, reason)
         return load.first
 

@@ -1,7 +1,8 @@
 """Both sides of vLLM's connector, without importing vLLM: what is asked of a configuration, a scheduler's step and a layer.
 
 Options (kv_connector_extra_config): store (a URI); salt_env (name of the variable with the tenant's salt; a request's cache_salt
-goes before it); plain (false: only caches that vLLM computed, not the main job's); spool (a folder for caches that
+goes before it); plain (false: only caches that vLLM computed, not the main job's;
+default: true without a spool, as what follows from other bits than vLLM's must not be saved as vLLM's); spool (a folder for caches that
 jobs/import_caches.py compresses), spool_bytes (its limit); device (where predictors compute); refresh (seconds between looks).
 """
 
@@ -256,7 +257,7 @@ def _lookup(config: Any) -> Lookup:
             f"the model {source.name!r} runs in {model.dtype} here, which is not the dtype that its FP8 caches are made in"
         )
     engine = f"{ENGINE} {model.quantization}" if model.quantization else ENGINE
-    plain = given.get("plain", True) and not model.quantization
+    plain = given.get("plain", not given.get("spool")) and not model.quantization
     return Lookup(
         Store.open(given["store"], create=False),
         targets(source, fmt, engine, plain=plain),

@@ -24,7 +24,7 @@ from codec.scales import CacheScales
 from pipeline.restoration.catalogue import Catalogue, Generation, Ids, Match, token_array
 from pipeline.restoration.prefix import Decoder, Prefix, read_prefix
 from pipeline.restoration.span import Range, Span
-from pipeline.restoration.targets import find_target, is_name
+from pipeline.restoration.targets import find_target, followed
 from pipeline.store import ObjectMissing, Store
 from pipeline.target import check_device
 
@@ -263,11 +263,10 @@ class Restorer:
 
         What is being restored goes on from the generation that it began with. Raises UserError, DataError, StorageError.
         """
-        if is_name(self._asked[0]):
-            target = find_target(self.store, *self._asked)
-            if target != self.target:
-                self.catalogue = Catalogue(self.store, target)  # one step: a reader sees the old one or the new one
-                return
+        target = followed(self.store, *self._asked)
+        if target not in (None, self.target):
+            self.catalogue = Catalogue(self.store, target)  # one step: a reader sees the old one or the new one
+            return
         self.catalogue.refresh()
 
     def restore(

@@ -22,7 +22,7 @@ from pipeline.model_source import load_tokenizer, resolve_model
 from pipeline.options import CACHE_FORMATS, DEVICES, read_salt
 from pipeline.restoration.restorer import LOADED, Restorer
 from pipeline.restoration.service import Limits, Service
-from pipeline.restoration.targets import find_target, is_name
+from pipeline.restoration.targets import find_target, is_known_name
 from pipeline.store import Store
 
 NAME = "kv-restore"
@@ -151,7 +151,8 @@ def served(options: ServeOptions) -> Iterator[str]:
     options.check()
     store = Store.open(options.store, create=False)
     target = find_target(store, options.model, options.cache_dtype).hex()
-    model = options.model if is_name(options.model) else target  # the files may not be where the replicas run
+    # What a name stands for can change; files may not be where the replicas run.
+    model = options.model if is_known_name(store, options.model, options.cache_dtype) else target
     _check_port(options)
     # A replica cannot say what is wrong with the store, so it is looked at here before.
     Restorer(store, target)

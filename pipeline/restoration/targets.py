@@ -56,6 +56,19 @@ def is_name(model: str | os.PathLike[str]) -> bool:
     return not _HEX.fullmatch(text) and not os.path.exists(os.path.expanduser(text))
 
 
+def is_known_name(store: Store, model: str | os.PathLike[str], cache_dtype: str | None) -> bool:
+    """Whether the store knows a model by this name; a hub id, for one, says which files are meant."""
+    text = os.fspath(model)
+    return is_name(text) and (
+        _pointed(store, text, cache_dtype) is not None or bool(targets_named(store, text, cache_dtype))
+    )
+
+
+def followed(store: Store, model: str | os.PathLike[str], cache_dtype: str | None) -> bytes | None:
+    """The target that readers who asked for this are to follow now; None where no pointer has its name."""
+    return _pointed(store, os.fspath(model), cache_dtype) if is_name(model) else None
+
+
 def _pointed(store: Store, name: str, cache_dtype: str | None) -> bytes | None:
     """The target that readers of this name are to follow. UserError where it has pointers for several formats."""
     found = {fmt: entry for fmt, entry in read_pointers(store).of_model(name).items() if cache_dtype in (None, fmt)}
