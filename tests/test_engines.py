@@ -276,7 +276,9 @@ def new_of(request: Any, blocks: list[int], computed: int) -> Any:
 
 def test_a_scheduler_loads_then_saves_what_the_engine_has_not_stored(kept: Kept, tmp_path: Path) -> None:
     only_own = Scheduler(config_of(kept, spool=str(tmp_path), refresh=1))
-    assert only_own.matched(request_of("r", PROMPT), 0) == 0, "what follows from others' bits is not to be saved as the engine's"
+    assert only_own.matched(request_of("r", PROMPT), 0) == 0, (
+        "what follows from others' bits is not to be saved as the engine's"
+    )
     side = Scheduler(config_of(kept, spool=str(tmp_path), plain=True, refresh=1))
     request = request_of("r", PROMPT)
     tokens = side.matched(request, 0)

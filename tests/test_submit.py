@@ -35,33 +35,31 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 
 @contextlib.contextmanager
-def scraped(head: Head) -> Iterator[set[str]]:
-    """All lines of our own metrics that the head showed while the block ran, and for a moment after it."""
-    lines, done = set[str](), threading.Event()
+def scraped(head: Head) -> Iterator[dict[str, float]]:
+    """The last value of every series of our own metrics that the head showed while the block ran, and for a moment after it."""
+    last, done = dict[str, float](), threading.Event()
 
     def scrape() -> None:
         while not done.wait(0.25):
             with contextlib.suppress(OSError), urllib.request.urlopen(head.metrics, timeout=5) as answer:
-                lines.update(line for line in answer.read().decode().splitlines() if line.startswith("ray_kv_"))
+                for line in answer.read().decode().splitlines():
+                    if line.startswith("ray_kv_"):
+                        series, _, value = line.rpartition(" ")
+                        last[series] = float(value)
 
     thread = threading.Thread(target=scrape, daemon=True)
     thread.start()
     try:
-        yield lines
+        yield last
         time.sleep(2)
     finally:
         done.set()
         thread.join()
 
 
-def highest(lines: set[str], name: str) -> float:
-    """The highest sum of a metric over its actors, each at its own highest."""
-    found: dict[str, float] = {}
-    for line in lines:
-        series, _, value = line.rpartition(" ")
-        if series.partition("{")[0] in (name, f"{name}_total"):
-            found[series] = max(float(value), found.get(series, 0.0))
-    return sum(found.values()) if "bits" not in name else max(found.values())
+def total(metrics: dict[str, float], name: str) -> float:
+    """The sum of a metric over its actors."""
+    return sum(value for series, value in metrics.items() if series.partition("{")[0] in (name, f"{name}_total"))
 
 
 @pytest.fixture
@@ -100,11 +98,11 @@ def test_a_submitted_job_runs_to_the_end(
     assert result.returncode == 0, result.stdout + result.stderr
     first = json.loads(report.read_text())
     assert first["chunks_new"] == first["chunks_verified"] > 0 and first["chunks_shared"] > 0
-    assert highest(metrics, "ray_kv_chunks") == first["chunks_new"]
-    assert highest(metrics, "ray_kv_chunks_verified") == first["chunks_verified"]
-    assert highest(metrics, "ray_kv_bits_per_scalar") == pytest.approx(first["bits_per_scalar"])
-    assert highest(metrics, "ray_kv_store_seconds_count") > first["chunks_new"]
-    assert any(line.startswith("ray_kv_queue_depth") and 'rung="int8-a16 closed"' in line for line in metrics)
+    assert total(metrics, "ray_kv_chunks") == first["chunks_new"]
+    assert total(metrics, "ray_kv_chunks_verified") == first["chunks_verified"]
+    assert total(metrics, "ray_kv_bits_per_scalar") == pytest.approx(first["bits_per_scalar"])
+    assert total(metrics, "ray_kv_store_seconds_count") > first["chunks_new"]
+    assert any(series.startswith("ray_kv_queue_depth") and 'rung="int8-a16 closed"' in series for series in metrics)
     # the manifest's own entrypoint, on this machine's files and without a GPU, finds everything in place
     ((job, words),) = jobs_in(job_spec("RayJob")["entrypoint"])
     ours = dict(zip(given[::2], given[1::2], strict=True)) | {"--device": "cpu"}
