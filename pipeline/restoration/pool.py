@@ -120,7 +120,9 @@ class DecodePool:
 
     def _wait(self, idle: list[Any]) -> Iterator[Outcome]:
         """Take in what has finished, failed, or is late."""
-        done, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=POLL_SECONDS)
+        next_late = min((task.until for task in self._busy.values()), default=float("inf")) - time.monotonic()
+        timeout = max(0.0, min(POLL_SECONDS, next_late))
+        done, _ = self._ray.wait(list(self._busy), num_returns=1, timeout=timeout)
         for reference in done:
             task = self._busy.pop(reference)
             try:
