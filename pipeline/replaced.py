@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 
 import codec
-from codec.errors import DataError, UserError
+from codec.errors import UserError
 from codec.predictor.config import MAX_CONTEXT
 from pipeline.catalogue import Generation, generations, read_generation
 from pipeline.current import Entry, Pair, read_pointers
-from pipeline.paths import predictor_path, profile_path
+from pipeline.paths import profile_path
 from pipeline.restoration.targets import targets_named
 from pipeline.store import Store
-
-MAX_HEADER = 1 << 20
+from pipeline.work import predictor_config
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def _only(store: Store, what: str, found: set[bytes]) -> bytes:
 def how_made(store: Store, gen: Generation) -> Made:
     """The options that lead to a generation, from its profile and the header of its predictor. Raises DataError, StorageError."""
     profile = codec.Profile.from_bytes(store.get(profile_path(gen.profile)))
-    config = _predictor_config(store, profile.predictor)
+    config = predictor_config(store, profile.predictor)
     window = config.get("window") or None
     steps = Counter(row.chunk_tokens for rows in gen.rows.values() for row in rows)
     return Made(
@@ -123,17 +121,3 @@ def how_made(store: Store, gen: Generation) -> Made:
         profile.facts.scale_mode,
         steps.most_common(1)[0][0],
     )
-
-
-def _predictor_config(store: Store, fingerprint: bytes) -> dict[str, object]:
-    """What a predictor says of itself, without its weights."""
-    path = predictor_path(fingerprint)
-    length = int.from_bytes(store.get(path, end=8), "little")
-    try:
-        if length > MAX_HEADER:
-            raise ValueError(f"its header has {length} bytes")
-        header = json.loads(store.get(path, start=8, end=8 + length))
-        found: dict[str, object] = json.loads(header["__metadata__"]["predictor"])
-        return dict(found)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"the predictor {store.uri}/{path} does not say what it is ({error!s:.100})") from None

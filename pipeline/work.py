@@ -29,6 +29,7 @@ KEPT = "kept"  # stored and committed before; decoded only to continue from its 
 
 
 ALL = Verify(1.0)
+_MAX_HEADER = 1 << 20  # bytes of a predictor's description
 
 
 class OtherBits(DataError):
@@ -238,6 +239,20 @@ def verify_groups(plan: Plan, figures: Mapping[bytes, ChunkFigures]) -> list[Gro
 
 def _keys(texts: Iterable[str]) -> tuple[bytes, ...]:
     return tuple(bytes.fromhex(text) for text in texts)
+
+
+def predictor_config(store: Store, fingerprint: bytes) -> dict[str, object]:
+    """What a stored predictor says of itself, from the beginning of its file. Raises DataError, StorageError."""
+    path = predictor_path(fingerprint)
+    length = int.from_bytes(store.get(path, end=8), "little")
+    try:
+        if length > _MAX_HEADER:
+            raise ValueError(f"its header has {length} bytes")
+        header = json.loads(store.get(path, start=8, end=8 + length))
+        found: dict[str, object] = json.loads(header["__metadata__"]["predictor"])
+        return dict(found)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"the predictor {store.uri}/{path} does not say what it is ({error!s:.100})") from None
 
 
 def load_predictor(store: Store, fingerprint: bytes, device: str) -> codec.Predictor:

@@ -120,7 +120,9 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures for people."""
     s, m = result["settings"], result["machine"]
     memory = [f"{size / 2**20:,.0f}" for size in result["memory_bytes"]]
-    latency = f"p50 {result['p50_seconds']:.2f} s, p99 {result['p99_seconds']:.2f} s" if result["requests"] else "no answer"
+    latency = (
+        f"p50 {result['p50_seconds']:.2f} s, p99 {result['p99_seconds']:.2f} s" if result["requests"] else "no answer"
+    )
     return [
         ("clients", f"{s['clients']}, {s['prompts']} prompts of {s['bytes_a_prompt']:,} bytes on average"),
         ("answered", f"{result['requests']:,}, {result['requests_per_s']:.2f} a second, {result['wrong']} wrong"),

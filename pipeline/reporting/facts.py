@@ -5,7 +5,6 @@ What cannot be read becomes a note on the page, because a report is most wanted 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,13 +21,12 @@ from pipeline.health import Costs, Health
 from pipeline.paths import predictor_path, profile_path
 from pipeline.runs import RunRecord, list_runs, read_run
 from pipeline.store import Store
-from pipeline.work import load_profile
+from pipeline.work import load_profile, predictor_config
 
 MOST_PROMPTS = 20_000  # read of a generation; those beyond would change no picture
 MOST_RUNS = 500  # the latest
 CURRENT = "current"
 _MOST_COUNT = 1 << 62
-_HEADER_BYTES = 1 << 20  # of a predictor's file: its description stands at its beginning
 _SUMS = ["raw_bytes", "stored_bytes", "header_bytes", "bytes_k", "bytes_v", "tokens", "scalars_k", "scalars_v"]
 _LAYERS = ["layer_bits", "layer_spread", "layer_miss"]
 
@@ -253,8 +251,6 @@ def _size(store: Store, path: str) -> int:
 def _kind(store: Store, fingerprint: bytes) -> str:
     """What kind of predictor it is, from the beginning of its file; "" where that does not say."""
     try:
-        data = store.get(predictor_path(fingerprint), end=_HEADER_BYTES)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return str(json.loads(header["__metadata__"]["predictor"])["kind"])[:40]
-    except (StorageError, ValueError, KeyError, TypeError, RecursionError):
+        return str(predictor_config(store, fingerprint).get("kind", ""))[:40]
+    except (DataError, StorageError):
         return ""
