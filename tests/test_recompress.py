@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -223,3 +224,19 @@ def test_a_damaged_old_chunk_moves_no_pointer(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         site.recompress(model=None, codec_only=True, predictor="fp8")
     assert read_pointers(site.store).current("mymodel", "bf16") == before
+
+
+def test_prompts_of_ones_own_and_a_name_that_changed(tmp_path: Path) -> None:
+    """--prompts takes these instead of those that are kept; --as points readers of an old name to a model of another."""
+    site = Site(tmp_path, RECORDS)
+    assert site.compress() == 0
+    first = site.truth(A)
+    corpus = tmp_path / "own.jsonl"
+    corpus.write_text(json.dumps({"id": "own", "token_ids": A}) + "\n")
+    renamed = tmp_path / "renamed"
+    shutil.copytree(site.model, renamed)
+    write_tiny_llama(renamed, seed=7)
+    assert site.recompress(model=str(renamed), name="mymodel", prompts=str(corpus)) == 0, site.said
+    found = site.restored(A)
+    assert found.tokens == len(A) and found.generation.target == resolve_model(renamed).fingerprint("bf16")
+    assert not same(found.load(), first) and site.whole()
