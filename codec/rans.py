@@ -31,10 +31,13 @@ SCALARS_A_LANE = 1 << 14  # at 1 bit a scalar the 4 bytes that a lane costs are 
 NAME = "rans24x64-1"
 Words = NDArray[np.uint32]
 States = NDArray[np.uint64]
+Codes = NDArray[np.uint64]
+LANE_SHIFT, FREQ_SHIFT = 24, 32
 
 _PRECISION, _WORD, _LOW = np.uint64(PRECISION), np.uint64(32), np.uint64(LOW)
 _LIMIT_SHIFT = np.uint64(63 - PRECISION)
 _SLOTS = np.uint64((1 << PRECISION) - 1)
+_LANE_SHIFT, _FREQ_SHIFT, _LANES = np.uint64(LANE_SHIFT), np.uint64(FREQ_SHIFT), np.uint64(MAX_LANES - 1)
 
 
 def lane_count(scalars: int) -> int:
@@ -44,11 +47,33 @@ def lane_count(scalars: int) -> int:
 
 @dataclass(frozen=True)
 class Symbols:
-    """Symbols in the order in which they are decoded: start, freq uint32 [n] and lane uint8 [n]. 1 <= freq <= 2**24."""
+    """Symbols in the order in which they are decoded: uint64 [n], start | lane << LANE_SHIFT | freq << FREQ_SHIFT. 1 <= freq <= 2**24."""
 
-    start: NDArray[np.uint32]
-    freq: NDArray[np.uint32]
-    lane: NDArray[np.uint8]
+    codes: Codes
+
+    @classmethod
+    def of(cls, start: NDArray[Any], freq: NDArray[Any], lane: NDArray[Any]) -> Symbols:
+        """From arrays of integers [n]."""
+        start, freq, lane = (x.astype(np.uint64) for x in (start, freq, lane))
+        return cls(start | lane << np.uint64(LANE_SHIFT) | freq << np.uint64(FREQ_SHIFT))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def start(self) -> Codes:
+        """First slots [n]."""
+        return self.codes & _SLOTS
+
+    @property
+    def freq(self) -> Codes:
+        """Slots [n]."""
+        return self.codes >> np.uint64(FREQ_SHIFT)
+
+    @property
+    def lane(self) -> Codes:
+        """Lanes [n]."""
+        return self.codes >> np.uint64(LANE_SHIFT) & np.uint64(MAX_LANES - 1)
 
 
 class Encoder:
@@ -72,8 +97,8 @@ class Encoder:
         states = np.full(self._lanes, LOW, np.uint64)
         words: list[Words] = []
         for part in reversed(self._parts):
-            out = np.empty(len(part.start), np.uint32)
-            words.append(out[_encode(part.start, part.freq, part.lane, states, out) :])
+            out = np.empty(len(part), np.uint32)
+            words.append(out[_encode(part.codes, states, out) :])
         words.reverse()
         sizes = [4 * len(w) for w in words]
         if sizes:
@@ -95,8 +120,14 @@ class Decoder:
         # one zero more: it is read where there is no word any more
         self.words: Words = np.frombuffer(stream + bytes(4), "<u4", offset=8 * lanes).astype(np.uint32, copy=False)
         self.at = np.zeros(1, np.int64)  # the next word
+        self.steps = np.empty(lanes)  # scratch of the loops that read
         if bool((self.states < LOW).any()) or bool((self.states >= 1 << 63).any()):
             raise CorruptBlob("A bitstream's states are out of range; the blob is corrupt.")
+
+    @property
+    def place(self) -> tuple[States, Words, NDArray[np.int64]]:
+        """What reading changes, and what it reads."""
+        return self.states, self.words, self.at
 
     def check(self) -> None:
         """Raise CorruptBlob where more words were asked for than there are."""
@@ -111,19 +142,19 @@ class Decoder:
 
 
 @compiled
-def _encode(
-    start: NDArray[np.uint32], freq: NDArray[np.uint32], lane: NDArray[np.uint8], states: States, out: Words
-) -> Any:
+def _encode(codes: Codes, states: States, out: Words) -> Any:
     """Take symbols into the states, last one first; words are written from the end of `out` on. Returns where they begin."""
     at = out.shape[0]
-    for i in range(start.shape[0] - 1, -1, -1):
-        x, f = states[lane[i]], np.uint64(freq[i])
+    for i in range(codes.shape[0] - 1, -1, -1):
+        code = codes[i]
+        lane, f = (code >> _LANE_SHIFT) & _LANES, code >> _FREQ_SHIFT
+        x = states[lane]
         if x >= f << _LIMIT_SHIFT:
             at -= 1
             out[at] = np.uint32(x & np.uint64(0xFFFFFFFF))
             x = x >> _WORD
         share = x // f
-        states[lane[i]] = (share << _PRECISION) + (x - share * f) + np.uint64(start[i])
+        states[lane] = (share << _PRECISION) + (x - share * f) + (code & _SLOTS)
     return at
 
 

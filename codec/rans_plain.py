@@ -63,7 +63,7 @@ def put(patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tabl
                     stages[3].append((_bits(int(rest[i]), fmt.raw), i))
             out += [(*interval, i - begin) for stage in stages for interval, i in stage]
     table = np.array(out, np.int64).reshape(-1, 3)
-    return Symbols(table[:, 0].astype(np.uint32), table[:, 1].astype(np.uint32), table[:, 2].astype(np.uint8)), escapes
+    return Symbols.of(*table.T), escapes
 
 
 def _below(n: int, start: int, at: int, reciprocal: int, tables: Tables) -> int:

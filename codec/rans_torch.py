@@ -36,13 +36,13 @@ def encode(
 ) -> list[tuple[bytes, list[int]]]:
     """Of each stream, given as its parts in decoding order, what `rans.Encoder.finish` gives."""
     flat = [part for parts in streams for part in parts]
-    sizes = torch.tensor([sum(len(part.start) for part in parts) for parts in streams], device=device)
+    sizes = torch.tensor([sum(map(len, parts)) for parts in streams], device=device)
     start, freq, lane = (_joined([getattr(part, name) for part in flat], device) for name in ("start", "freq", "lane"))
     stream = torch.repeat_interleave(torch.arange(len(streams), device=device), sizes)
     states, words, written = _code(start, freq, stream * lanes + lane, len(streams) * lanes)
     heads = states.cpu().numpy().astype("<u8").reshape(len(streams), lanes)
     count = torch.cat([written.new_zeros(1, dtype=torch.int64), written.cumsum(0)])  # exact: counts
-    edges = list(itertools.accumulate((len(part.start) for part in flat), initial=0))
+    edges = list(itertools.accumulate(map(len, flat), initial=0))
     ends = count[edges].tolist()  # words before each part, and all
     kept = words[written].cpu().numpy().astype("<u4")
     out, k = [], 0

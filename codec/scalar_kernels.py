@@ -1,10 +1,15 @@
-"""Scalars from symbols of the rANS coder, compiled (the way there: codec.scalar_put); codec.rans_plain says the same plainly.
+"""What the loops that code scalars share, compiled: tables, where scalars are expected, and the slots of a cell.
 
 A *row* is scalars of one channel (or of a flat tensor) that lie beside each other; scalar i is coded in lane i
 modulo the lanes. Lanes go through each stage together, so that a vector machine can, too:
 
     cell of the window, or escape | the low bits of a cell of many values, the binade of cell 0, or the whole pattern of an escape
     | the offset in cell 0 | of a format wider than what is modelled, the bits below
+
+codec.scalar_put goes this way, codec.scalar_read comes back; codec.rans_plain says the same plainly.
+
+What is vectorised is written with float64 in place of wide integers: positions, edges and their distances are integers below 2**53 there,
+or so far apart that they are clipped. A vector machine looks tables up no faster than one by one, so that is left to loops of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from codec.cells import BINADES, FRACTION, Ints
-from codec.kernels import compiled, inlined
-from codec.rans import LOW, PRECISION, States, Words, taken
+from codec.kernels import apart, inlined
+from codec.rans import PRECISION
 from codec.residual import MEAN_LIMIT, RECIPROCAL_BITS, STEP_BITS, TABLE_REACH, WINDOW
 
 Floats = NDArray[np.float64]
@@ -26,13 +31,20 @@ ESCAPE_START = (1 << PRECISION) - ESCAPE_FREQ
 GUESS_BITS = 12  # the decoder's first guess of a cell comes from so many bits of the slot
 FAR = 1 << 20  # distances are clipped here: far beyond the table's reach, and safe to multiply
 
-_SHIFT = FRACTION + RECIPROCAL_BITS - STEP_BITS
-_SLOTS, _LOW, _WORD = np.uint64((1 << PRECISION) - 1), np.uint64(LOW), np.uint64(32)
-_MEAN_LIMIT = MEAN_LIMIT
-_ONE_BITS = 1023  # exponent of 1.0 in a float64
-# z of a guess, in table steps, times this over R is a distance in units of w / 2**FRACTION
-_GUESS_SCALE = float(1 << (FRACTION + RECIPROCAL_BITS - STEP_BITS))
-_INDEX = PRECISION - GUESS_BITS
+_MEAN_LIMIT, _FAR, _REACH = MEAN_LIMIT, float(FAR), float(TABLE_REACH)
+ONE_BITS = 1023  # exponent of 1.0 in a float64
+# of a distance, in units of w / 2**FRACTION, times a reciprocal: table steps
+_STEPS = 2.0 ** (STEP_BITS - FRACTION - RECIPROCAL_BITS)
+_NEAR = 2.0 ** (FRACTION - STEP_BITS)
+UNITS = float(1 << FRACTION)  # positions a cell
+_WHOLE = 1.5 * 2.0**52  # added to an integer below 2**51, it leaves the integer in the low bits
+_WHOLE_BITS = int(np.float64(_WHOLE).view(np.int64))
+_OCTAVE = 0x7FF << 52
+# a found cell in one integer: the two indices of its edges into the table of the normal distribution, and its place in the window
+_EDGE_BITS, _PLACE_SHIFT = 16, 32
+_EDGE_MASK = (1 << _EDGE_BITS) - 1
+# of one without a cell, but for how many slots it has
+ESCAPE = 2 * TABLE_REACH | 2 * TABLE_REACH << _EDGE_BITS | WINDOW << _PLACE_SHIFT
 
 
 class Numbers(NamedTuple):
@@ -68,279 +80,137 @@ ZERO = LOGS + (1 << 10) + 1
 
 
 class Row(NamedTuple):
-    """Scratch of one row: where its scalars are expected."""
+    """Scratch of one row: where its scalars are expected. [T] each."""
 
-    place: Ints  # [7, T]: position, start of the window, grid, reciprocal; the rest for what the loops note
-    near: Floats  # [T]: distance of one table step, in units of w / 2**FRACTION
+    at: Floats  # positions of means, units of w / 2**FRACTION
+    rate: Floats  # table steps in a unit of distance
+    near: Floats  # its inverse, more or less
+    start: Ints  # first cell of the window
+    grid: Ints
+    found: Ints  # the loops' notes of one scalar each
+    more: Ints
 
 
 def new_row(count: int) -> Row:
     """Room for rows of up to `count` scalars."""
-    return Row(np.empty((7, count), np.int64), np.empty(count))
+    floats, ints = np.empty((3, count)), np.empty((4, count), np.int64)
+    return Row(*floats, *ints)
 
 
-# rows of a Row's place
-AT, START, GRID, RECIPROCAL, CELL, _FROM, _TO = range(7)
-
-
+# ---------------------------------------------------------------- numbers
 @inlined
 def power(exponent: int) -> Any:
     """2.0 ** exponent of a normal float64."""
-    return np.int64((exponent + _ONE_BITS) << 52).view(np.float64)
+    return np.int64((exponent + ONE_BITS) << 52).view(np.float64)
 
 
 @inlined
-def _floor_log2(x: float) -> Any:
-    """Of a positive normal float64."""
-    return (np.float64(x).view(np.int64) >> 52) - _ONE_BITS
+def whole(x: float) -> Any:
+    """A float64 that is an integer below 2**51, as int64. (Of what there are vector instructions for, everywhere.)"""
+    return np.float64(x + _WHOLE).view(np.int64) - _WHOLE_BITS
 
 
-@compiled
-def scale_row(sigma: Floats, t: Numbers, place: Ints) -> None:
+@inlined
+def real(n: int) -> Any:
+    """The inverse of `whole`."""
+    return np.int64(n + _WHOLE_BITS).view(np.float64) - _WHOLE
+
+
+@inlined
+def exponent_of(x: float) -> Any:
+    """floor(log2 x) of a positive normal float64; -ONE_BITS of 0."""
+    return (np.float64(x).view(np.int64) >> 52) - ONE_BITS
+
+
+@inlined
+def _octave(x: float) -> Any:
+    """2.0 ** floor(log2 x) of a positive normal float64."""
+    return np.int64(np.float64(x).view(np.int64) & _OCTAVE).view(np.float64)
+
+
+# ---------------------------------------------------------------- rows
+@apart
+def scale_row(sigma: Floats, t: Numbers, grid: Ints, rate: Floats, near: Floats) -> None:
     """residual.scale_integers of a row."""
     for i in range(sigma.shape[0]):
         s = min(max(sigma[i], 2.0**-20), 2.0**60)
-        g = min(max(_floor_log2(s) - 2, t.emin), t.grid_limit)
+        g = min(max(exponent_of(s) - 2, t.emin), t.grid_limit)
         r = np.rint(power(g + RECIPROCAL_BITS) / s)
-        place[GRID, i], place[RECIPROCAL, i] = g, np.int64(min(max(r, 1.0), float(1 << 20)))
+        grid[i], rate[i] = g, min(max(r, 1.0), float(1 << 20)) * _STEPS
+        near[i] = s * power(-g) * _NEAR
 
 
-@compiled
-def place_row(mean: Floats, t: Numbers, place: Ints, near: Floats) -> None:
-    """residual.place_values of a row whose grid and reciprocal are there."""
+@apart
+def given_row(grids: Ints, reciprocal: Ints, grid: Ints, rate: Floats, near: Floats) -> None:
+    """The same of a row whose integers are given."""
+    for i in range(grids.shape[0]):
+        grid[i], rate[i] = grids[i], real(reciprocal[i]) * _STEPS
+        near[i] = 1.0 / rate[i]
+
+
+@apart
+def place_row(mean: Floats, t: Numbers, grid: Ints, at: Floats, start: Ints) -> None:
+    """residual.place_values of a row whose grid is there."""
+    top = np.float64(np.int64(1) << t.mantissa)
     for i in range(mean.shape[0]):
         value = min(max(mean[i], -t.max_finite), t.max_finite)
-        at = np.int64(np.rint(min(max(value * power(FRACTION - place[GRID, i]), -_MEAN_LIMIT), _MEAN_LIMIT)))
-        step = at >> FRACTION
-        m = -1 - step if step < 0 else step
-        binade = max(_floor_log2(np.float64(1 if m == 0 else m)) - t.mantissa, 0)
-        n = (binade << t.mantissa) + (m >> binade)
-        n = -1 - n if step < 0 else n
-        place[AT, i], place[START, i] = at, min(max(n - WINDOW // 2, -t.limit), t.limit - WINDOW)
-        near[i] = _GUESS_SCALE / np.float64(place[RECIPROCAL, i])
+        at[i] = np.rint(min(max(value * power(FRACTION - grid[i]), -_MEAN_LIMIT), _MEAN_LIMIT))
+        step = np.floor(at[i] * (1.0 / UNITS))
+        n = cell_at(max(step, -1.0 - step), top, t)
+        n = -1 - n if step < 0.0 else n
+        start[i] = min(max(n - WINDOW // 2, -t.limit), t.limit - WINDOW)
 
 
 @inlined
-def below(n: int, start: int, at: int, reciprocal: int, t: Numbers, edges: Ints, fine: Fine) -> Any:
-    """Slots below cell n of the window, which reaches from start to start + WINDOW."""
-    if n <= start:
-        return np.int64(0)
-    if n >= start + WINDOW:
-        return np.int64(ESCAPE_START)
-    distance = min(max(edges[n + t.limit] - at, -FAR), FAR)
-    z = min(max((distance * reciprocal) >> _SHIFT, -TABLE_REACH), TABLE_REACH)
-    return np.int64(fine[z + TABLE_REACH]) + (n - start)
+def cell_at(m: float, top: float, t: Numbers) -> Any:
+    """The cell of whole steps m >= 0, a float64 below 2**51. top: 2**mantissa, from which on a cell is a number of so many bits."""
+    number = (np.float64(m).view(np.int64) >> (52 - t.mantissa)) - ((ONE_BITS - 1 + t.mantissa) << t.mantissa)
+    return whole(min(m, top)) if m < top else number
 
 
 @inlined
-def _guess(slot: int, at: int, near: float, t: Numbers, fine: Fine) -> Any:
-    """A cell near the one in which a slot lies. Any answer will do; this one is right most of the time."""
-    z = fine[INVERSE + (slot >> _INDEX)]
-    position = np.float64(at) + np.float64(z) * near
-    y = abs(position) * (1.0 / (1 << FRACTION))
+def found_cell(m: int, negative: bool, place: int, at: float, rate: float, t: Numbers) -> Any:
+    """Where to look up the slots of a cell [place] of the window, m being its magnitude: see `slots_of`.
+
+    The table's first entry is 0 and its last one all slots but WINDOW and the escape's, so that the window's first cell has all
+    that lies below it, and its last one all above.
+    """
     top = np.int64(1) << t.mantissa
-    if y < top:
-        m = np.int64(y)
-    else:  # the nearest value
-        bits = (np.float64(y).view(np.int64) + (np.int64(1) << (51 - t.mantissa))) >> (52 - t.mantissa)
-        m = bits - ((_ONE_BITS + t.mantissa - 1) << t.mantissa)
-    return -1 - m if position < 0.0 else m
+    unit = 1.0 / np.float64(top)
+    number = np.int64(((m - top) << (52 - t.mantissa)) + ((ONE_BITS + t.mantissa) << 52)).view(np.float64)
+    value = number if m >= top else real(m)
+    # cells.edge_table of m and of m + 1: a cell's lower edge is half a spacing of the values below it, dropped where finer than a unit
+    above, below = _octave(max(value, 0.5)) * unit, _octave(max(value - 1.0, 0.5)) * unit
+    upper = UNITS * (value + max(above, 1.0)) - np.floor(UNITS / 2.0 * above)
+    lower = UNITS * value - np.floor(UNITS / 2.0 * below) if m > 0 else 0.0
+    a, b = (-upper, -lower) if negative else (lower, upper)
+    first = whole(_steps(a - at, rate)) if place > 0 else np.int64(0)
+    last = whole(_steps(b - at, rate)) if place < WINDOW - 1 else np.int64(2 * TABLE_REACH)
+    return first | (last << _EDGE_BITS) | (place << _PLACE_SHIFT)
 
 
 @inlined
-def _without(x: np.uint64, start: int, freq: int, word: np.uint32) -> Any:
-    """(a state without a symbol that was found in it, and with the next word if it needs one; whether it did)."""
-    y = taken(x, start, freq)
-    need = y < _LOW
-    return ((y << _WORD) | np.uint64(word) if need else y), np.int64(need)
+def slots_of(cell: int, fine: Fine) -> Any:
+    """(first slot, first slot after it) of what `found_cell` says of a cell."""
+    place = cell >> _PLACE_SHIFT
+    low, high = np.int64(fine[cell & _EDGE_MASK]), np.int64(fine[(cell >> _EDGE_BITS) & _EDGE_MASK])
+    return low + place, high + place + 1
 
 
 @inlined
-def _equal(x: np.uint64, bits: int) -> Any:
-    """Which of 2**bits equally likely values a state holds."""
-    return np.int64(x & _SLOTS) >> (PRECISION - bits)
+def _steps(distance: float, rate: float) -> Any:
+    """Index into the table of the normal distribution."""
+    steps = np.floor(min(max(distance, -_FAR), _FAR) * rate)
+    return min(max(steps, -_REACH), _REACH) + _REACH
 
 
-@compiled
-def _read_bits(bits: int, lane: int, states: States, words: Words, k: int) -> Any:
-    """(a value all of whose 2**bits are equally likely, place of the next word)."""
-    value, size = _equal(states[lane], bits), 1 << (PRECISION - bits)
-    return value, _take(value * size, size, lane, states, words, k)
-
-
-@compiled
-def _take(start: int, freq: int, lane: int, states: States, words: Words, k: int) -> Any:
-    """Take a symbol that was found out of a lane's state. Returns the place of the next word."""
-    states[lane], need = _without(states[lane], start, freq, words[min(k, words.shape[0] - 1)])
-    return k + need
+@inlined
+def raw_bits(m: int, t: Numbers) -> Any:
+    """cells.raw_bits of a cell of magnitude m >= 1."""
+    return max(t.mantissa - exponent_of(real(m)), 0)
 
 
 @inlined
 def deep_size(grid: int, t: Numbers) -> Any:
+    """How many ordinals of cell 0 are coded as one binade."""
     return (grid - min(grid - t.emin, BINADES) - t.emin + 1) << t.mantissa
-
-
-@inlined
-def _pattern(n: int, fraction: int, grid: int, t: Numbers, fine: Fine) -> Any:
-    """cells.pattern_of: cell n with m >= 1, and the bits within it."""
-    m = -1 - n if n < 0 else n
-    sign = np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0)
-    top = np.int64(1) << t.mantissa
-    log = np.int64(fine[LOGS + (top if m > top else m)])
-    single = ((grid + t.mantissa - t.emin + 1) << t.mantissa) + m - top
-    linear = ((grid + log - t.emin + 1) << t.mantissa) | ((m << (t.mantissa - log)) & (top - 1)) | fraction
-    return sign | (single if m >= top else linear)
-
-
-@inlined
-def raw_bits(n: int, t: Numbers, fine: Fine) -> Any:
-    """cells.raw_bits of a cell with m >= 1."""
-    m = -1 - n if n < 0 else n
-    top = np.int64(1) << t.mantissa
-    return t.mantissa - np.int64(fine[LOGS + (top if m > top else m)])
-
-
-@compiled
-def _read_binade(lane: int, grid: int, t: Numbers, fine: Fine, states: States, words: Words, k: int) -> Any:
-    sums = ZERO + min(grid - t.emin, BINADES) * (BINADES + 2)
-    slot, b = np.int64(states[lane] & _SLOTS), 0
-    while slot >= fine[sums + b + 1]:
-        b += 1
-    return b, _take(fine[sums + b], fine[sums + b + 1] - fine[sums + b], lane, states, words, k)
-
-
-@compiled
-def _read_offset(b: int, lane: int, grid: int, t: Numbers, states: States, words: Words, k: int) -> Any:
-    """Stage 3: (ordinal of a scalar in cell 0, place of the next word)."""
-    if b < BINADES:
-        offset, k = _read_bits(t.mantissa, lane, states, words, k)
-        return ((grid - b - t.emin) << t.mantissa) | offset, k
-    size = deep_size(grid, t)
-    freq = (1 << PRECISION) // size
-    offset = min(np.int64(states[lane] & _SLOTS) // freq, size - 1)
-    width = (1 << PRECISION) - offset * freq if offset == size - 1 else freq
-    return offset, _take(offset * freq, width, lane, states, words, k)
-
-
-@compiled
-def _read_odd(
-    begin: int, count: int, place: Ints, t: Numbers, fine: Fine, states: States, words: Words, k: int, out: Ints
-) -> Any:
-    """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0."""
-    for lane in range(count):
-        i, n = begin + lane, place[CELL, lane]
-        if n == place[START, i] + WINDOW:
-            out[i], k = _read_bits(t.bits, lane, states, words, k)
-        elif n == 0 or n == -1:
-            out[i], k = _read_binade(lane, place[GRID, i], t, fine, states, words, k)
-        else:
-            value, k = _read_bits(raw_bits(n, t, fine), lane, states, words, k)
-            out[i] = _pattern(n, value, place[GRID, i], t, fine)
-    for lane in range(count):
-        i, n = begin + lane, place[CELL, lane]
-        if (n == 0 or n == -1) and n != place[START, i] + WINDOW:
-            ordinal, k = _read_offset(out[i], lane, place[GRID, i], t, states, words, k)
-            out[i] = ordinal | (np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0))
-    return k
-
-
-# Loops and arrays stay in one function here: where a loop's helper took arrays, compiled code would count references to them.
-@compiled
-def _read_cells(
-    begin: int,
-    count: int,
-    place: Ints,
-    near: Floats,
-    t: Numbers,
-    edges: Ints,
-    fine: Fine,
-    states: States,
-    words: Words,
-    k: int,
-) -> Any:
-    """Stage 1 of one scalar a lane: cells to place[CELL], start + WINDOW for an escape.
-
-    Returns the next word's place, and whether any scalar escaped or is in cell 0.
-    """
-    # one loop for each step: a processor then has several lanes in flight
-    odd, last = False, words.shape[0] - 1
-    for lane in range(count):
-        i = begin + lane
-        slot, start = np.int64(states[lane] & _SLOTS), place[START, i]
-        place[CELL, lane] = min(max(_guess(slot, place[AT, i], near[i], t, fine), start), start + WINDOW - 1)
-    for lane in range(count):
-        i, n = begin + lane, place[CELL, lane]
-        start, at, reciprocal = place[START, i], place[AT, i], place[RECIPROCAL, i]
-        place[_FROM, lane] = below(n, start, at, reciprocal, t, edges, fine)
-        place[_TO, lane] = below(n + 1, start, at, reciprocal, t, edges, fine)
-    for lane in range(count):
-        i, x = begin + lane, states[lane]
-        slot, start, n = np.int64(x & _SLOTS), place[START, i], place[CELL, lane]
-        low, high = place[_FROM, lane], place[_TO, lane]
-        if slot < low or slot >= high:
-            if slot >= ESCAPE_START:
-                n, low, high = start + WINDOW, np.int64(ESCAPE_START), np.int64(1 << PRECISION)
-                odd = True
-            else:
-                at, reciprocal = place[AT, i], place[RECIPROCAL, i]
-                while slot < low:
-                    n -= 1
-                    high = low
-                    low = below(n, start, at, reciprocal, t, edges, fine)
-                while slot >= high:
-                    n += 1
-                    low = high
-                    high = below(n + 1, start, at, reciprocal, t, edges, fine)
-            place[CELL, lane] = n
-        odd |= n == 0 or n == -1
-        states[lane], need = _without(x, low, high - low, words[min(k, last)])
-        k += need
-    return k, odd
-
-
-@compiled
-def read_row(
-    place: Ints,
-    near: Floats,
-    t: Numbers,
-    edges: Ints,
-    fine: Fine,
-    states: States,
-    words: Words,
-    words_at: Ints,
-    out: Ints,
-) -> None:
-    """The patterns of a placed row's scalars, as many as `out` has, from a stream at its place; past its end zeros are read."""
-    lanes, k, last = states.shape[0], words_at[0], words.shape[0] - 1
-    for begin in range(0, out.shape[0], lanes):
-        count = min(lanes, out.shape[0] - begin)
-        k, odd = _read_cells(begin, count, place, near, t, edges, fine, states, words, k)
-        if odd:
-            k = _read_odd(begin, count, place, t, fine, states, words, k, out)
-        else:
-            for lane in range(count):
-                bits = raw_bits(place[CELL, lane], t, fine)
-                place[_FROM, lane] = 0
-                if bits > 0:
-                    x = states[lane]
-                    value, size = _equal(x, bits), 1 << (PRECISION - bits)
-                    states[lane], need = _without(x, value * size, size, words[min(k, last)])
-                    k += need
-                    place[_FROM, lane] = value
-            for lane in range(count):
-                i = begin + lane
-                out[i] = _pattern(place[CELL, lane], place[_FROM, lane], place[GRID, i], t, fine)
-        if t.raw:
-            for lane in range(count):
-                low, k = _read_bits(t.raw, lane, states, words, k)
-                out[begin + lane] = _joined(out[begin + lane], low, t)
-    words_at[0] = k
-
-
-@inlined
-def _joined(coded: int, low: int, t: Numbers) -> Any:
-    """NumberFormat.join of a format with raw bits."""
-    item = t.bits + t.raw - 1  # rounding up takes one bit more than the format has
-    sign, high = coded >> (t.bits - 1), coded & ((np.int64(1) << (t.bits - 1)) - 1)
-    magnitude = ((high << t.raw) | low) - (np.int64(1) << (t.raw - 1))
-    return (sign << (item - 1)) | (magnitude & ((np.int64(1) << (item - 1)) - 1))

@@ -1,4 +1,4 @@
-"""Scalars to symbols of the rANS coder, compiled: the inverse of codec.scalar_kernels, in the same stages."""
+"""Scalars to symbols of the rANS coder, compiled: the inverse of codec.scalar_read, in the same stages."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from codec.cells import BINADES, Ints
-from codec.kernels import compiled, inlined
-from codec.rans import PRECISION
+from codec.kernels import apart, compiled, inlined
+from codec.rans import FREQ_SHIFT, LANE_SHIFT, PRECISION
 from codec.residual import WINDOW
-from codec.scalar_kernels import AT, CELL, GRID, RECIPROCAL, START, ZERO, Fine, Numbers, below, deep_size, raw_bits
+from codec.scalar_kernels import (
+    ESCAPE,
+    ESCAPE_FREQ,
+    ZERO,
+    Fine,
+    Floats,
+    Numbers,
+    deep_size,
+    found_cell,
+    raw_bits,
+    slots_of,
+)
 
-Fresh = NDArray[np.uint32]
-Lanes = NDArray[np.uint8]
+Codes = NDArray[np.uint64]
+_CERTAIN = 1 << (PRECISION + FREQ_SHIFT)  # a symbol of no bits
 
 
 class Sink(NamedTuple):
-    """Where symbols are written to, with room for STAGES a scalar; counts: of symbols, of escapes."""
+    """Where symbols are written to (see rans.Symbols), with room for STAGES a scalar; counts: of symbols, of escapes."""
 
-    start: NDArray[np.uint32]
-    freq: NDArray[np.uint32]
-    lane: NDArray[np.uint8]
+    codes: Codes
     counts: Ints
 
 
@@ -32,52 +41,61 @@ STAGES = 4  # symbols a scalar takes at most
 def new_sink(scalars: int) -> Sink:
     """An empty one for so many scalars."""
     room = scalars * STAGES + 1  # a symbol of no bits is written where the next one goes
-    return Sink(np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint8), np.zeros(2, np.int64))
+    return Sink(np.empty(room, np.uint64), np.zeros(2, np.int64))
 
 
 @inlined
-def _put(start: int, freq: int, lane: int, starts: Fresh, freqs: Fresh, lanes: Lanes, k: int) -> Any:
-    """Write a symbol; returns where the next one goes."""
-    starts[k], freqs[k], lanes[k] = np.uint32(start), np.uint32(freq), np.uint8(lane)
-    return k + 1
+def _symbol(start: int, freq: int, lane: int) -> Any:
+    return np.uint64(start | (lane << LANE_SHIFT) | (freq << FREQ_SHIFT))
 
 
 @inlined
-def _put_bits(value: int, bits: int, lane: int, starts: Fresh, freqs: Fresh, lanes: Lanes, k: int) -> Any:
-    """The same of a value with 2**bits that are equally likely; of no bits, nothing."""
-    _put(value << (PRECISION - bits), 1 << (PRECISION - bits), lane, starts, freqs, lanes, k)
+def _put_bits(value: int, bits: int, lane: int, codes: Codes, k: int) -> Any:
+    """Write a value with 2**bits that are equally likely; of no bits, nothing. Returns where the next symbol goes."""
+    codes[k] = _symbol(value << (PRECISION - bits), np.int64(1) << (PRECISION - bits), lane)
     return k + (bits > 0)
 
 
-@inlined
-def _split(pattern: int, t: Numbers) -> Any:
-    """NumberFormat.split."""
-    if t.raw == 0:
-        return pattern, np.int64(0)
+@apart
+def _split_row(patterns: Ints, t: Numbers, coded: Ints, low: Ints) -> None:
+    """NumberFormat.split of a format with raw bits."""
     item = t.bits + t.raw - 1
-    moved = (pattern & ((np.int64(1) << (item - 1)) - 1)) + (np.int64(1) << (t.raw - 1))
-    coded = ((pattern >> (item - 1)) << (t.bits - 1)) | (moved >> t.raw)
-    return coded, moved & ((np.int64(1) << t.raw) - 1)
+    for i in range(patterns.shape[0]):
+        moved = (patterns[i] & ((np.int64(1) << (item - 1)) - 1)) + (np.int64(1) << (t.raw - 1))
+        coded[i] = ((patterns[i] >> (item - 1)) << (t.bits - 1)) | (moved >> t.raw)
+        low[i] = moved & ((np.int64(1) << t.raw) - 1)
 
 
 @inlined
-def _cell_of(coded: int, grid: int, t: Numbers) -> Any:
-    """cells.cell_of, but for values in no cell: those lie at `limit`, where no window reaches."""
+def _magnitude(coded: int, grid: int, t: Numbers) -> Any:
+    """Of cells.cell_of; where a value is in no cell, no less than limit - 1."""
     ordinal = coded & ((np.int64(1) << (t.bits - 1)) - 1)
     one = np.int64(1) << t.mantissa
-    top = (grid + t.mantissa - t.emin + 1) << t.mantissa
-    if ordinal >= t.first_nonfinite:
-        return np.int64(t.limit)
-    if ordinal >= top:
-        m = one + ordinal - top
-        if m >= t.limit - 1:
-            return np.int64(t.limit)
-    else:
-        exponent = (ordinal >> t.mantissa) + (t.emin - 1)
-        m = np.int64(0)
-        if exponent >= grid:
-            m = ((ordinal & (one - 1)) | one) >> (t.mantissa - (exponent - grid))
-    return -1 - m if coded >> (t.bits - 1) else m
+    over = ordinal - ((grid + t.mantissa - t.emin + 1) << t.mantissa)
+    shift = t.mantissa + grid - (t.emin - 1) - (ordinal >> t.mantissa)
+    linear = ((ordinal & (one - 1)) | one) >> min(max(shift, 0), 62)
+    m = one + over if over >= 0 else linear
+    return np.int64(t.limit) if ordinal >= t.first_nonfinite else m
+
+
+@apart
+def _find_row(
+    coded: Ints, at: Floats, rate: Floats, start: Ints, grid: Ints, t: Numbers, found: Ints, more: Ints
+) -> Any:
+    """Of each scalar the cell (found_cell) and the symbol of stage 2 without a lane. Returns how many escape or are in cell 0."""
+    odd = np.int64(0)
+    for i in range(coded.shape[0]):
+        m, sign = _magnitude(coded[i], grid[i], t), coded[i] >> (t.bits - 1)
+        place = (m ^ -sign) - start[i]
+        escaped = (m >= t.limit - 1) | (place < 0) | (place >= WINDOW)
+        m = np.int64(1) if escaped else m
+        cell = found_cell(m, sign != 0, place, at[i], rate[i], t)
+        found[i] = np.int64(ESCAPE) if escaped else cell
+        bits = min(raw_bits(m, t), t.mantissa)
+        value, free = coded[i] & ((np.int64(1) << bits) - 1), PRECISION - bits
+        more[i] = (value << free) | (np.int64(1) << (free + FREQ_SHIFT))
+        odd += escaped | (m == 0)
+    return odd
 
 
 @inlined
@@ -90,90 +108,90 @@ def _binade(coded: int, grid: int, t: Numbers) -> Any:
 
 
 @inlined
-def _put_offset(coded: int, lane: int, grid: int, t: Numbers, starts: Fresh, freqs: Fresh, lanes: Lanes, k: int) -> Any:
+def _put_offset(coded: int, lane: int, grid: int, t: Numbers, codes: Codes, k: int) -> Any:
     """Stage 3."""
     ordinal = coded & ((np.int64(1) << (t.bits - 1)) - 1)
     if _binade(coded, grid, t) < BINADES:
-        return _put_bits(ordinal & ((np.int64(1) << t.mantissa) - 1), t.mantissa, lane, starts, freqs, lanes, k)
+        return _put_bits(ordinal & ((np.int64(1) << t.mantissa) - 1), t.mantissa, lane, codes, k)
     size = deep_size(grid, t)
     freq = (1 << PRECISION) // size
     width = (1 << PRECISION) - ordinal * freq if ordinal == size - 1 else freq
-    return _put(ordinal * freq, width, lane, starts, freqs, lanes, k)
+    codes[k] = _symbol(ordinal * freq, width, lane)
+    return k + 1
 
 
 @compiled
 def _put_odd(
-    patterns: Ints,
-    begin: int,
-    many: int,
-    place: Ints,
-    t: Numbers,
-    fine: Fine,
-    starts: Fresh,
-    freqs: Fresh,
-    lanes: Lanes,
-    count: Ints,
-) -> None:
-    """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0."""
-    cells, k = place[CELL], count[0]
+    coded: Ints, begin: int, many: int, grid: Ints, t: Numbers, fine: Fine, found: Ints, more: Ints, codes: Codes, count: Ints
+) -> None:  # fmt: skip
+    """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0; their symbols of stage 1 are the last ones."""
+    k, first = count[0], count[0] - many
     for lane in range(many):
-        i, n = begin + lane, cells[lane]
-        coded, grid = _split(patterns[i], t)[0], place[GRID, i]
-        if n == place[START, i] + WINDOW:
+        i = begin + lane
+        if found[i] == ESCAPE:
+            codes[first + lane] += np.uint64((ESCAPE_FREQ - 1) << FREQ_SHIFT)
             count[1] += 1
-            k = _put_bits(coded, t.bits, lane, starts, freqs, lanes, k)
-        elif n == 0 or n == -1:
-            b = ZERO + min(grid - t.emin, BINADES) * (BINADES + 2) + _binade(coded, grid, t)
-            k = _put(fine[b], fine[b + 1] - fine[b], lane, starts, freqs, lanes, k)
+            k = _put_bits(coded[i], t.bits, lane, codes, k)
+        elif _magnitude(coded[i], grid[i], t) == 0:
+            b = ZERO + min(grid[i] - t.emin, BINADES) * (BINADES + 2) + _binade(coded[i], grid[i], t)
+            codes[k] = _symbol(np.int64(fine[b]), np.int64(fine[b + 1] - fine[b]), lane)
+            k += 1
         else:
-            bits = raw_bits(n, t, fine)
-            k = _put_bits(coded & ((np.int64(1) << bits) - 1), bits, lane, starts, freqs, lanes, k)
+            codes[k] = np.uint64(more[i] | (lane << LANE_SHIFT))
+            k += more[i] < _CERTAIN
     for lane in range(many):
-        i, n = begin + lane, cells[lane]
-        if (n == 0 or n == -1) and n != place[START, i] + WINDOW:
-            k = _put_offset(_split(patterns[i], t)[0], lane, place[GRID, i], t, starts, freqs, lanes, k)
+        i = begin + lane
+        if found[i] != ESCAPE and _magnitude(coded[i], grid[i], t) == 0:
+            k = _put_offset(coded[i], lane, grid[i], t, codes, k)
     count[0] = k
+
+
+@inlined
+def _group_is_odd(coded: Ints, begin: int, many: int, grid: Ints, t: Numbers, found: Ints) -> Any:
+    odd = False
+    for i in range(begin, begin + many):
+        odd |= (found[i] == ESCAPE) | (_magnitude(coded[i], grid[i], t) == 0)
+    return odd
 
 
 @compiled
 def put_row(
     patterns: Ints,
-    place: Ints,
+    at: Floats,
+    rate: Floats,
+    start: Ints,
+    grid: Ints,
+    found: Ints,
+    more: Ints,
+    split: Ints,
     t: Numbers,
-    edges: Ints,
     fine: Fine,
     width: int,
-    starts: Fresh,
-    freqs: Fresh,
-    lanes: Lanes,
+    codes: Codes,
     count: Ints,
 ) -> None:
-    """The symbols of a placed row's scalars, in `width` lanes."""
-    cells = place[CELL]
+    """The symbols of a placed row's scalars, in `width` lanes. split: scratch [2, T] of formats with raw bits."""
+    coded = patterns
+    if t.raw:
+        coded = split[0]
+        _split_row(patterns, t, coded, split[1])
+    odd = _find_row(coded, at, rate, start, grid, t, found, more)
     for begin in range(0, patterns.shape[0], width):
-        many, odd, k = min(width, patterns.shape[0] - begin), False, count[0]
+        many, k = min(width, patterns.shape[0] - begin), count[0]
         for lane in range(many):
-            i = begin + lane
-            start, at, reciprocal = place[START, i], place[AT, i], place[RECIPROCAL, i]
-            n = _cell_of(_split(patterns[i], t)[0], place[GRID, i], t)
-            escaped = n < start or n >= start + WINDOW
-            n = start + WINDOW if escaped else n
-            low = below(n, start, at, reciprocal, t, edges, fine)
-            high = np.int64(1 << PRECISION) if escaped else below(n + 1, start, at, reciprocal, t, edges, fine)
-            _put(low, high - low, lane, starts, freqs, lanes, k + lane)
-            odd |= escaped or n == 0 or n == -1
-            cells[lane] = n
+            low, high = slots_of(found[begin + lane], fine)
+            codes[k + lane] = _symbol(low, high - low, lane)
         count[0] = k = k + many
-        if odd:
-            _put_odd(patterns, begin, many, place, t, fine, starts, freqs, lanes, count)
+        if odd and _group_is_odd(coded, begin, many, grid, t, found):
+            _put_odd(coded, begin, many, grid, t, fine, found, more, codes, count)
         else:
             for lane in range(many):
-                bits = raw_bits(cells[lane], t, fine)
-                value = _split(patterns[begin + lane], t)[0] & ((np.int64(1) << bits) - 1)
-                k = _put_bits(value, bits, lane, starts, freqs, lanes, k)
+                symbol = more[begin + lane]
+                codes[k] = np.uint64(symbol | (lane << LANE_SHIFT))
+                k += symbol < _CERTAIN
             count[0] = k
         if t.raw:
             k = count[0]
             for lane in range(many):
-                k = _put_bits(_split(patterns[begin + lane], t)[1], t.raw, lane, starts, freqs, lanes, k)
+                k = _put_bits(split[1, begin + lane], t.raw, lane, codes, k)
             count[0] = k

@@ -25,22 +25,21 @@ from codec.residual import (
 )
 from codec.scalar_kernels import (
     ESCAPE_FREQ,
-    GRID,
     GUESS_BITS,
     INVERSE,
     LOGS,
-    RECIPROCAL,
     ZERO,
     Fine,
     Floats,
     Numbers,
     Tables,
+    given_row,
     new_row,
     place_row,
-    read_row,
     scale_row,
 )
-from codec.scalar_put import Fresh, Lanes, Sink, new_sink, put_row
+from codec.scalar_put import Codes, Sink, new_sink, put_row
+from codec.scalar_read import read_row
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def tables_of(table: Ints, fmt: NumberFormat) -> Tables:
 
 def put_scaled(patterns: Ints, mean: Floats, sigma: Floats, tables: Tables, lanes: int) -> tuple[Symbols, int]:
     """(symbols, escapes) of rows [n, T], one after another; mean and sigma float64 [n, T]."""
-    sink = new_sink(patterns.size)
-    _put_scaled(patterns, mean, sigma, *tables, lanes, *new_row(patterns.shape[1]), *sink)
+    sink, count = new_sink(patterns.size), patterns.shape[1]
+    _put_scaled(patterns, mean, sigma, tables.numbers, tables.fine, lanes, *new_row(count), _split(count), *sink)
     return _collected(sink)
 
 
@@ -87,15 +86,16 @@ def put_gridded(
     patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tables, lanes: int
 ) -> tuple[Symbols, int]:
     """The same of rows in order whose scales are integers already, int64 [n, T]."""
-    sink = new_sink(patterns.size)
-    _put_gridded(patterns, mean, grid, reciprocal, *tables, lanes, *new_row(patterns.shape[1]), *sink)
+    sink, count = new_sink(patterns.size), patterns.shape[1]
+    law = mean, grid, reciprocal
+    _put_gridded(patterns, *law, tables.numbers, tables.fine, lanes, *new_row(count), _split(count), *sink)
     return _collected(sink)
 
 
 def read_gridded(coder: Decoder, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tables) -> Ints:
     """Patterns of rows coded by `put_gridded` with the same means and scales. Raises CorruptBlob."""
-    out = np.empty(mean.shape, np.int64)
-    _read_gridded(mean, grid, reciprocal, *tables, *new_row(mean.shape[1]), coder.states, coder.words, coder.at, out)
+    out, law = np.empty(mean.shape, np.int64), (mean, grid, reciprocal)
+    _read_gridded(*law, tables.numbers, tables.fine, *new_row(mean.shape[1]), coder.steps, *coder.place, out)
     coder.check()
     return out
 
@@ -103,55 +103,58 @@ def read_gridded(coder: Decoder, mean: Floats, grid: Ints, reciprocal: Ints, tab
 def read_scaled(coder: Decoder, mean: Floats, sigma: Floats, tables: Tables) -> Ints:
     """The next rows [n, T] coded by `put_scaled`. Raises CorruptBlob."""
     out = np.empty(mean.shape, np.int64)
-    _read_scaled(mean, sigma, *tables, *new_row(mean.shape[1]), coder.states, coder.words, coder.at, out)
+    _read_scaled(mean, sigma, tables.numbers, tables.fine, *new_row(mean.shape[1]), coder.steps, *coder.place, out)
     coder.check()
     return out
 
 
+def _split(count: int) -> Ints:
+    return np.empty((2, count), np.int64)
+
+
 def _collected(sink: Sink) -> tuple[Symbols, int]:
-    count = int(sink.counts[0])
-    return Symbols(sink.start[:count].copy(), sink.freq[:count].copy(), sink.lane[:count].copy()), int(sink.counts[1])
+    return Symbols(sink.codes[: sink.counts[0]].copy()), int(sink.counts[1])
 
 
 @compiled
 def _put_scaled(
-    patterns: Ints, mean: Floats, sigma: Floats, t: Numbers, edges: Ints, fine: Fine, width: int, place: Ints, near: Floats,
-    starts: Fresh, freqs: Fresh, lanes: Lanes, count: Ints,
+    patterns: Ints, mean: Floats, sigma: Floats, t: Numbers, fine: Fine, width: int, at: Floats, rate: Floats, near: Floats, start: Ints,
+    grid: Ints, found: Ints, more: Ints, split: Ints, codes: Codes, count: Ints,
 ) -> None:  # fmt: skip
     for i in range(patterns.shape[0]):
-        scale_row(sigma[i], t, place)
-        place_row(mean[i], t, place, near)
-        put_row(patterns[i], place, t, edges, fine, width, starts, freqs, lanes, count)
+        scale_row(sigma[i], t, grid, rate, near)
+        place_row(mean[i], t, grid, at, start)
+        put_row(patterns[i], at, rate, start, grid, found, more, split, t, fine, width, codes, count)
 
 
 @compiled
 def _put_gridded(
-    patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints, t: Numbers, edges: Ints, fine: Fine, width: int, place: Ints, near: Floats,
-    starts: Fresh, freqs: Fresh, lanes: Lanes, count: Ints,
+    patterns: Ints, mean: Floats, grids: Ints, reciprocal: Ints, t: Numbers, fine: Fine, width: int, at: Floats, rate: Floats, near: Floats,
+    start: Ints, grid: Ints, found: Ints, more: Ints, split: Ints, codes: Codes, count: Ints,
 ) -> None:  # fmt: skip
     for i in range(patterns.shape[0]):
-        place[GRID], place[RECIPROCAL] = grid[i], reciprocal[i]
-        place_row(mean[i], t, place, near)
-        put_row(patterns[i], place, t, edges, fine, width, starts, freqs, lanes, count)
+        given_row(grids[i], reciprocal[i], grid, rate, near)
+        place_row(mean[i], t, grid, at, start)
+        put_row(patterns[i], at, rate, start, grid, found, more, split, t, fine, width, codes, count)
 
 
 @compiled
 def _read_gridded(
-    mean: Floats, grid: Ints, reciprocal: Ints, t: Numbers, edges: Ints, fine: Fine, place: Ints, near: Floats, states: States,
-    words: Words, at: Ints, out: Ints,
+    mean: Floats, grids: Ints, reciprocal: Ints, t: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints,
+    found: Ints, cells: Ints, steps: Floats, states: States, words: Words, words_at: Ints, out: Ints,
 ) -> None:  # fmt: skip
     for i in range(mean.shape[0]):
-        place[GRID], place[RECIPROCAL] = grid[i], reciprocal[i]
-        place_row(mean[i], t, place, near)
-        read_row(place, near, t, edges, fine, states, words, at, out[i])
+        given_row(grids[i], reciprocal[i], grid, rate, near)
+        place_row(mean[i], t, grid, at, start)
+        read_row(at, rate, near, start, grid, found, cells, t, fine, steps, states, words, words_at, out[i])
 
 
 @compiled
 def _read_scaled(
-    mean: Floats, sigma: Floats, t: Numbers, edges: Ints, fine: Fine, place: Ints, near: Floats, states: States, words: Words, at: Ints,
-    out: Ints,
+    mean: Floats, sigma: Floats, t: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints,
+    cells: Ints, steps: Floats, states: States, words: Words, words_at: Ints, out: Ints,
 ) -> None:  # fmt: skip
     for i in range(mean.shape[0]):
-        scale_row(sigma[i], t, place)
-        place_row(mean[i], t, place, near)
-        read_row(place, near, t, edges, fine, states, words, at, out[i])
+        scale_row(sigma[i], t, grid, rate, near)
+        place_row(mean[i], t, grid, at, start)
+        read_row(at, rate, near, start, grid, found, cells, t, fine, steps, states, words, words_at, out[i])

@@ -23,7 +23,8 @@ from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, REACH, Ready
 from codec.kernels import compiled, inlined
 from codec.rans import States, Words
 from codec.residual import STEP_BITS, TABLE_REACH
-from codec.scalar_kernels import Fine, Numbers, new_row, place_row, read_row, scale_row
+from codec.scalar_kernels import Fine, Numbers, new_row, place_row, scale_row
+from codec.scalar_read import read_row
 from codec.scalars import Source
 from codec.token_scale import CLIP, FINE, TokenScale
 
@@ -142,8 +143,9 @@ def _law_of_second(first: Floats, factor: Floats, work: Floats) -> None:
 
 @compiled
 def _channel(
-    row: int, j: int, guess: Floats, step: float, narrow: float, work: Floats, reading: bool, n: Numbers, cell_edges: Ints, fine: Fine,
-    place: Ints, near: Floats, states: States, words: Words, at: Ints, table: Floats, shift: int, edges: Floats, bins: Ints,
+    row: int, j: int, guess: Floats, step: float, narrow: float, work: Floats, reading: bool, n: Numbers, fine: Fine,
+    at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, cells: Ints, steps: Floats, states: States, words: Words,
+    words_at: Ints, table: Floats, shift: int, edges: Floats, bins: Ints,
     patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, squares: Ints,
 ) -> None:  # fmt: skip
     """ClosedLoop._take: read (or know) stored row `row`, channel j of the coding order, under the law in `work`."""
@@ -151,9 +153,9 @@ def _channel(
         mean[row, t] = guess[row, t] + work[0, t]
         sigma[row, t] = work[2, t] * narrow
     if reading:
-        scale_row(sigma[row], n, place)
-        place_row(mean[row], n, place, near)
-        read_row(place, near, n, cell_edges, fine, states, words, at, patterns[row])
+        scale_row(sigma[row], n, grid, rate, near)
+        place_row(mean[row], n, grid, at, start)
+        read_row(at, rate, near, start, grid, found, cells, n, fine, steps, states, words, words_at, patterns[row])
     _values(patterns[row], table, shift, work[7])
     _observe(patterns[row], guess[row], step, mean[row], work[2], work[7], edges, bins, residual[row], forced[row])
     for t in range(work.shape[1]):
@@ -164,8 +166,8 @@ def _channel(
 def _block(
     lo: int, sums: Floats, factor: Floats, base: Floats, coefficient: Floats, unit: Floats, sigmas: Floats, step: Floats, step_k: Floats,
     pair: Floats, narrow: Floats, cos: Floats, sin: Floats, rows: Ints, guess: Floats, work: Floats, features: Floats, reading: bool,
-    n: Numbers, cell_edges: Ints, fine: Fine, place: Ints, near: Floats, states: States, words: Words, at: Ints, table: Floats, shift: int,
-    edges: Floats, bins: Ints, patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, squares: Ints,
+    n: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, cells: Ints, steps: Floats,
+    states: States, words: Words, words_at: Ints, table: Floats, shift: int, edges: Floats, bins: Ints, patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, squares: Ints,
 ) -> None:  # fmt: skip
     """Channels lo … of one block. Of `patterns` and the arrays from `mean` to `forced` rows are K's as stored, then V's."""
     half, tokens = features.shape[0] // 2, features.shape[1]
@@ -175,8 +177,8 @@ def _block(
             row = half + j
             _law_of_value(j, sums[j - lo], base[j], unit[j], sigmas[j], factor, work)
             _channel(
-                row, j, guess, step[j], narrow[j], work, reading, n, cell_edges, fine, place, near, states, words, at, table, shift,
-                edges, bins, patterns, mean, sigma, residual, forced, squares,
+                row, j, guess, step[j], narrow[j], work, reading, n, fine, at, rate, near, start, grid, found, cells,
+                steps, states, words, words_at, table, shift, edges, bins, patterns, mean, sigma, residual, forced, squares,
             )  # fmt: skip
             for t in range(tokens):
                 features[j, t] = _feature(residual[row, t], step[j])
@@ -191,8 +193,8 @@ def _block(
             if side:
                 _law_of_second(residual[one], factor, work)
             _channel(
-                row, j + side, guess, step_k[p], narrow[j + side], work, reading, n, cell_edges, fine, place, near, states, words, at,
-                table, shift, edges, bins, patterns, mean, sigma, residual, forced, squares,
+                row, j + side, guess, step_k[p], narrow[j + side], work, reading, n, fine, at, rate, near, start, grid, found,
+                cells, steps, states, words, words_at, table, shift, edges, bins, patterns, mean, sigma, residual, forced, squares,
             )  # fmt: skip
         for t in range(tokens):
             x, y, c, s = residual[one, t], residual[two, t], cos[p, t], sin[p, t]
@@ -266,8 +268,8 @@ class Walker:
                 sums = exact.product(ready.coefficient[lo:hi, :lo], torch.from_numpy(out.features[:lo])).numpy()
             _block(
                 lo, sums, factor, base, ready.lower, ready.unit[:, 0], ready.sigma[:, 0], ready.step[:, 0], ready.step_k[:, 0],
-                ready.pair, ready.narrow, geometry.cos, geometry.sin, rows, guess, work, out.features, reading, *stream[:3], *row,
-                *stream[3:], self._table, self._shift, self._edges, self._bins, out.patterns, out.mean, out.sigma, out.residual,
+                ready.pair, ready.narrow, geometry.cos, geometry.sin, rows, guess, work, out.features, reading, *stream[:2], *row,
+                *stream[2:], self._table, self._shift, self._edges, self._bins, out.patterns, out.mean, out.sigma, out.residual,
                 out.forced, out.squares,
             )  # fmt: skip
         if scale is not None:
@@ -276,10 +278,10 @@ class Walker:
 
 
 def _stream(source: Source | None) -> Any:
-    """Tables, states, words and place; stand-ins where nothing is read."""
+    """Numbers and tables, scratch, states, words and place; stand-ins where nothing is read."""
     if source is None:
         nothing = Numbers(0, 0, 0, 0, 0, 0, 0, 0.0)
-        empty = [np.zeros(1, kind) for kind in (np.int64, np.int32, np.uint64, np.uint32, np.int64)]
+        empty = [np.zeros(1, kind) for kind in (np.int32, np.float64, np.uint64, np.uint32, np.int64)]
         return nothing, *empty
     coder = source.coder
-    return *source.tables, coder.states, coder.words, coder.at
+    return source.tables.numbers, source.tables.fine, coder.steps, *coder.place

@@ -139,7 +139,7 @@ def test_any_symbols_code_to_the_same_bytes(seed: int, lanes: int, lengths: list
         freq = np.clip(rng.integers(1, 1 << rng.integers(1, PRECISION + 2, count)), 1, ONE)
         start = rng.integers(0, ONE - freq + 1)
         lane = rng.integers(0, max(1, lanes - 1), count)
-        return Symbols(start.astype(np.uint32), freq.astype(np.uint32), lane.astype(np.uint8))
+        return Symbols.of(start, freq, lane)
 
     parts = [part(count) for count in lengths]
     encoder = rans.Encoder(lanes)
