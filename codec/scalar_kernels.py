@@ -193,7 +193,7 @@ def found_cell(m: int, negative: bool, place: int, at: float, rate: float, t: Nu
 def slots_of(cell: int, fine: Fine) -> Any:
     """(first slot, first slot after it) of what `found_cell` says of a cell."""
     place = cell >> _PLACE_SHIFT
-    low, high = np.int64(fine[cell & _EDGE_MASK]), np.int64(fine[(cell >> _EDGE_BITS) & _EDGE_MASK])
+    low, high = np.int64(fine[np.uint64(cell & _EDGE_MASK)]), np.int64(fine[np.uint64((cell >> _EDGE_BITS) & _EDGE_MASK)])
     return low + place, high + place + 1
 
 

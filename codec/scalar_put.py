@@ -52,7 +52,7 @@ def _symbol(start: int, freq: int, lane: int) -> Any:
 @inlined
 def _put_bits(value: int, bits: int, lane: int, codes: Codes, k: int) -> Any:
     """Write a value with 2**bits that are equally likely; of no bits, nothing. Returns where the next symbol goes."""
-    codes[k] = _symbol(value << (PRECISION - bits), np.int64(1) << (PRECISION - bits), lane)
+    codes[np.uint64(k)] = _symbol(value << (PRECISION - bits), np.int64(1) << (PRECISION - bits), lane)
     return k + (bits > 0)
 
 
@@ -116,7 +116,7 @@ def _put_offset(coded: int, lane: int, grid: int, t: Numbers, codes: Codes, k: i
     size = deep_size(grid, t)
     freq = (1 << PRECISION) // size
     width = (1 << PRECISION) - ordinal * freq if ordinal == size - 1 else freq
-    codes[k] = _symbol(ordinal * freq, width, lane)
+    codes[np.uint64(k)] = _symbol(ordinal * freq, width, lane)
     return k + 1
 
 
@@ -127,20 +127,20 @@ def _put_odd(
     """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0; their symbols of stage 1 are the last ones."""
     k, first = count[0], count[0] - many
     for lane in range(many):
-        i = begin + lane
+        i = np.uint64(begin + lane)
         if found[i] == ESCAPE:
             codes[first + lane] += np.uint64((ESCAPE_FREQ - 1) << FREQ_SHIFT)
             count[1] += 1
             k = _put_bits(coded[i], t.bits, lane, codes, k)
         elif _magnitude(coded[i], grid[i], t) == 0:
             b = ZERO + min(grid[i] - t.emin, BINADES) * (BINADES + 2) + _binade(coded[i], grid[i], t)
-            codes[k] = _symbol(np.int64(fine[b]), np.int64(fine[b + 1] - fine[b]), lane)
+            codes[np.uint64(k)] = _symbol(np.int64(fine[b]), np.int64(fine[b + 1] - fine[b]), lane)
             k += 1
         else:
             codes[k] = np.uint64(more[i] | (lane << LANE_SHIFT))
             k += more[i] < _CERTAIN
     for lane in range(many):
-        i = begin + lane
+        i = np.uint64(begin + lane)
         if found[i] != ESCAPE and _magnitude(coded[i], grid[i], t) == 0:
             k = _put_offset(coded[i], lane, grid[i], t, codes, k)
     count[0] = k
@@ -149,7 +149,8 @@ def _put_odd(
 @inlined
 def _group_is_odd(coded: Ints, begin: int, many: int, grid: Ints, t: Numbers, found: Ints) -> Any:
     odd = False
-    for i in range(begin, begin + many):
+    for lane in range(many):
+        i = np.uint64(begin + lane)
         odd |= (found[i] == ESCAPE) | (_magnitude(coded[i], grid[i], t) == 0)
     return odd
 
@@ -179,15 +180,15 @@ def put_row(
     for begin in range(0, patterns.shape[0], width):
         many, k = min(width, patterns.shape[0] - begin), count[0]
         for lane in range(many):
-            low, high = slots_of(found[begin + lane], fine)
-            codes[k + lane] = _symbol(low, high - low, lane)
+            low, high = slots_of(found[np.uint64(begin + lane)], fine)
+            codes[np.uint64(k + lane)] = _symbol(low, high - low, lane)
         count[0] = k = k + many
         if odd and _group_is_odd(coded, begin, many, grid, t, found):
             _put_odd(coded, begin, many, grid, t, fine, found, more, codes, count)
         else:
             for lane in range(many):
-                symbol = more[begin + lane]
-                codes[k] = np.uint64(symbol | (lane << LANE_SHIFT))
+                symbol = more[np.uint64(begin + lane)]
+                codes[np.uint64(k)] = np.uint64(symbol | (lane << LANE_SHIFT))
                 k += symbol < _CERTAIN
             count[0] = k
         if t.raw:

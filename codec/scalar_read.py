@@ -28,7 +28,7 @@ from codec.scalar_kernels import (
 )
 
 _SLOTS, _LOW, _WORD = np.uint64((1 << PRECISION) - 1), np.uint64(LOW), np.uint64(32)
-_INDEX = np.uint64(PRECISION - GUESS_BITS)
+_INDEX, _INVERSE = np.uint64(PRECISION - GUESS_BITS), np.uint64(INVERSE)
 
 
 @inlined
@@ -95,7 +95,8 @@ def _read_odd(
 ) -> Any:  # fmt: skip
     """Stages 2 and 3 of one scalar a lane, some of which are escapes or in cell 0."""
     for lane in range(count):
-        i, n = begin + lane, cells[begin + lane]
+        i = np.uint64(begin + lane)
+        n = cells[i]
         if n == start[i] + WINDOW:
             out[i], k = _read_bits(t.bits, lane, states, words, k)
         elif _magnitude(n) == 0:
@@ -105,7 +106,8 @@ def _read_odd(
             value, k = _read_bits(bits, lane, states, words, k)
             out[i] = _pattern(n, bits, value, grid[i], t)
     for lane in range(count):
-        i, n = begin + lane, cells[begin + lane]
+        i = np.uint64(begin + lane)
+        n = cells[i]
         if _magnitude(n) == 0 and n != start[i] + WINDOW:
             ordinal, k = _read_offset(out[i], lane, grid[i], t, states, words, k)
             out[i] = ordinal | (np.int64(1) << (t.bits - 1) if n < 0 else np.int64(0))
@@ -124,7 +126,7 @@ def _guess(
     top, odd = np.float64(np.int64(1) << t.mantissa), np.int64(0)
     half = np.int64(1) << (51 - t.mantissa)
     for lane in range(count):
-        i = begin + lane
+        i = np.uint64(begin + lane)
         position = at[i] + steps[lane] * near[i]
         y = abs(position) * (1.0 / UNITS)
         nearest = np.int64(np.float64(y).view(np.int64) + half).view(np.float64)
@@ -162,10 +164,10 @@ def _read_cells(
     """
     last = words.shape[0] - 1
     for lane in range(count):
-        steps[lane] = np.float64(fine[INVERSE + np.int64((states[lane] & _SLOTS) >> _INDEX)])
+        steps[lane] = np.float64(fine[_INVERSE + ((states[lane] & _SLOTS) >> _INDEX)])
     odd = _guess(begin, count, at, rate, near, start, t, steps, found, cells)
     for lane in range(count):
-        i, x = begin + lane, states[lane]
+        i, x = np.uint64(begin + lane), states[lane]
         slot = np.int64(x & _SLOTS)
         low, high = slots_of(found[i], fine)
         if slot < low or slot >= high:
@@ -175,7 +177,7 @@ def _read_cells(
             if cell == ESCAPE:
                 high = np.int64(1 << PRECISION)
             odd |= (cell == ESCAPE) | (_magnitude(n) == 0)
-        states[lane], need = _without(x, low, high - low, words[min(k, last)])
+        states[lane], need = _without(x, low, high - low, words[np.uint64(min(k, last))])
         k += need
     return k, odd
 
@@ -186,7 +188,7 @@ def _read_even(begin: int, count: int, grid: Ints, cells: Ints, t: Numbers, stat
     """Stage 2 where there are neither escapes nor scalars in cell 0. Returns whether any state needs a word."""
     short = np.int64(0)
     for lane in range(count):
-        i, x = begin + lane, np.int64(states[lane])
+        i, x = np.uint64(begin + lane), np.int64(states[lane])
         bits = raw_bits(_magnitude(cells[i]), t)
         free = PRECISION - bits
         slot = x & ((np.int64(1) << PRECISION) - 1)
@@ -216,7 +218,7 @@ def read_row(
             for lane in range(count):
                 x = states[lane]
                 if x < _LOW:
-                    states[lane] = (x << _WORD) | np.uint64(words[min(k, last)])
+                    states[lane] = (x << _WORD) | np.uint64(words[np.uint64(min(k, last))])
                     k += 1
         if t.raw:
             for lane in range(count):
