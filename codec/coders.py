@@ -115,7 +115,8 @@ class _LaneWriter:
         """See Writer."""
         if self._coder.reference:
             return self._gridded(side, patterns, mean, *scale_integers(sigma, self._coder.format))
-        symbols, escapes = scalars.put_scaled(patterns, mean, sigma, self._coder.tables, self._lanes)
+        tables = self._coder.tables
+        symbols, escapes = scalars.put_scaled(patterns, mean, sigma, tables, self._lanes, self._encoder)
         return self._add(side, symbols, escapes)
 
     def tensor(self, side: int, patterns: Ints, mean: Floats, scales: ChannelScales) -> int:
@@ -123,9 +124,9 @@ class _LaneWriter:
         return self._gridded(side, patterns.reshape(-1, patterns.shape[-1]), *_rows(mean, scales))
 
     def _gridded(self, side: int, patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints) -> int:
-        put = rans_plain.put if self._coder.reference else scalars.put_gridded
-        symbols, escapes = put(patterns, mean, grid, reciprocal, self._coder.tables, self._lanes)
-        return self._add(side, symbols, escapes)
+        law = patterns, mean, grid, reciprocal, self._coder.tables, self._lanes
+        put = rans_plain.put(*law) if self._coder.reference else scalars.put_gridded(*law, self._encoder)
+        return self._add(side, *put)
 
     def _add(self, side: int, symbols: rans.Symbols, escapes: int) -> int:
         self._encoder.add(symbols)

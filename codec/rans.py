@@ -33,6 +33,7 @@ Words = NDArray[np.uint32]
 States = NDArray[np.uint64]
 Codes = NDArray[np.uint64]
 LANE_SHIFT, FREQ_SHIFT = 24, 32
+_SEGMENT = 1 << 20  # symbols that memory is asked for at once
 
 _PRECISION, _WORD, _LOW = np.uint64(PRECISION), np.uint64(32), np.uint64(LOW)
 _LIMIT_SHIFT = np.uint64(63 - PRECISION)
@@ -82,14 +83,23 @@ class Encoder:
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
         self._parts: list[Symbols] = []
+        self._free: Codes = np.empty(0, np.uint64)
 
     @property
     def parts(self) -> list[Symbols]:
         """What was given so far."""
         return self._parts
 
+    def room(self, symbols: int) -> Codes:
+        """Where to write so many symbols of the next part at most, without a copy of them being made."""
+        if len(self._free) < symbols:
+            self._free = np.empty(max(_SEGMENT, 4 * symbols), np.uint64)
+        return self._free
+
     def add(self, part: Symbols) -> None:
-        """The next symbols."""
+        """The next symbols: those at the begin of what `room` gave, or any."""
+        if np.shares_memory(part.codes, self._free[: len(part)]):
+            self._free = self._free[len(part) :]
         self._parts.append(part)
 
     def finish(self) -> tuple[bytes, list[int]]:

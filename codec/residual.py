@@ -33,7 +33,7 @@ PRECISION = 24  # bits of a probability in the coder
 ESCAPE = 255  # weight of the escape symbol beside the 2**24 of all: about 2**-16
 _SHIFT = FRACTION + RECIPROCAL_BITS - STEP_BITS
 MEAN_LIMIT = 2.0**50  # positions of means are clipped here; values that far out are escaped
-_FAR = 1 << 20  # distances are clipped here: far beyond the table's reach, and safe to multiply
+_FAR = 1 << 40  # distances are clipped here: beyond the table's reach for any reciprocal, and safe to multiply
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ Fine = NDArray[np.int32]
 ESCAPE_FREQ = 256  # of 2**PRECISION: about 2**-16
 ESCAPE_START = (1 << PRECISION) - ESCAPE_FREQ
 GUESS_BITS = 12  # the decoder's first guess of a cell comes from so many bits of the slot
-FAR = 1 << 20  # distances are clipped here: far beyond the table's reach, and safe to multiply
+FAR = 1 << 40  # distances are clipped here where they are integers: beyond the table's reach for any reciprocal, and safe to multiply
 
-_MEAN_LIMIT, _FAR, _REACH = MEAN_LIMIT, float(FAR), float(TABLE_REACH)
+_MEAN_LIMIT, _REACH = MEAN_LIMIT, float(TABLE_REACH)
 ONE_BITS = 1023  # exponent of 1.0 in a float64
 # of a distance, in units of w / 2**FRACTION, times a reciprocal: table steps
 _STEPS = 2.0 ** (STEP_BITS - FRACTION - RECIPROCAL_BITS)
@@ -42,7 +42,7 @@ _WHOLE_BITS = int(np.float64(_WHOLE).view(np.int64))
 _OCTAVE = 0x7FF << 52
 # a found cell in one integer: the two indices of its edges into the table of the normal distribution, and its place in the window
 _EDGE_BITS, _PLACE_SHIFT = 16, 32
-_EDGE_MASK = (1 << _EDGE_BITS) - 1
+_EDGE_MASK, _EDGE_UNIT = (1 << _EDGE_BITS) - 1, float(1 << _EDGE_BITS)
 # of one without a cell, but for how many slots it has
 ESCAPE = 2 * TABLE_REACH | 2 * TABLE_REACH << _EDGE_BITS | WINDOW << _PLACE_SHIFT
 
@@ -184,9 +184,9 @@ def found_cell(m: int, negative: bool, place: int, at: float, rate: float, t: Nu
     upper = UNITS * (value + max(above, 1.0)) - np.floor(UNITS / 2.0 * above)
     lower = UNITS * value - np.floor(UNITS / 2.0 * below) if m > 0 else 0.0
     a, b = (-upper, -lower) if negative else (lower, upper)
-    first = whole(_steps(a - at, rate)) if place > 0 else np.int64(0)
-    last = whole(_steps(b - at, rate)) if place < WINDOW - 1 else np.int64(2 * TABLE_REACH)
-    return first | (last << _EDGE_BITS) | (place << _PLACE_SHIFT)
+    first = _index((a - at) * rate) if place > 0 else 0.0
+    last = _index((b - at) * rate) if place < WINDOW - 1 else 2.0 * _REACH
+    return whole(first + last * _EDGE_UNIT) | (place << _PLACE_SHIFT)
 
 
 @inlined
@@ -198,10 +198,9 @@ def slots_of(cell: int, fine: Fine) -> Any:
 
 
 @inlined
-def _steps(distance: float, rate: float) -> Any:
-    """Index into the table of the normal distribution."""
-    steps = np.floor(min(max(distance, -_FAR), _FAR) * rate)
-    return min(max(steps, -_REACH), _REACH) + _REACH
+def _index(steps: float) -> Any:
+    """Index into the table of the normal distribution, as a float64."""
+    return min(max(np.floor(steps), -_REACH), _REACH) + _REACH
 
 
 @inlined

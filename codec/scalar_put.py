@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from codec.cells import BINADES, Ints
 from codec.kernels import apart, compiled, inlined
-from codec.rans import FREQ_SHIFT, LANE_SHIFT, PRECISION
+from codec.rans import FREQ_SHIFT, LANE_SHIFT, PRECISION, Codes
 from codec.residual import WINDOW
 from codec.scalar_kernels import (
     ESCAPE,
@@ -24,24 +23,16 @@ from codec.scalar_kernels import (
     slots_of,
 )
 
-Codes = NDArray[np.uint64]
 _CERTAIN = 1 << (PRECISION + FREQ_SHIFT)  # a symbol of no bits
-
-
-class Sink(NamedTuple):
-    """Where symbols are written to (see rans.Symbols), with room for STAGES a scalar; counts: of symbols, of escapes."""
-
-    codes: Codes
-    counts: Ints
+_ODD = 0  # no symbol at all
 
 
 STAGES = 4  # symbols a scalar takes at most
 
 
-def new_sink(scalars: int) -> Sink:
-    """An empty one for so many scalars."""
-    room = scalars * STAGES + 1  # a symbol of no bits is written where the next one goes
-    return Sink(np.empty(room, np.uint64), np.zeros(2, np.int64))
+def room_for(scalars: int) -> int:
+    """Symbols that there must be room for where so many scalars are written."""
+    return scalars * STAGES + 1  # a symbol of no bits is written where the next one goes
 
 
 @inlined
@@ -81,9 +72,8 @@ def _magnitude(coded: int, grid: int, t: Numbers) -> Any:
 @apart
 def _find_row(
     coded: Ints, at: Floats, rate: Floats, start: Ints, grid: Ints, t: Numbers, found: Ints, more: Ints
-) -> Any:
-    """Of each scalar the cell (found_cell) and the symbol of stage 2 without a lane. Returns how many escape or are in cell 0."""
-    odd = np.int64(0)
+) -> None:
+    """Of each scalar the cell (found_cell) and the symbol of stage 2 without a lane; _ODD of one that escapes or is in cell 0."""
     for i in range(coded.shape[0]):
         m, sign = _magnitude(coded[i], grid[i], t), coded[i] >> (t.bits - 1)
         place = (m ^ -sign) - start[i]
@@ -93,9 +83,8 @@ def _find_row(
         found[i] = np.int64(ESCAPE) if escaped else cell
         bits = min(raw_bits(m, t), t.mantissa)
         value, free = coded[i] & ((np.int64(1) << bits) - 1), PRECISION - bits
-        more[i] = (value << free) | (np.int64(1) << (free + FREQ_SHIFT))
-        odd += escaped | (m == 0)
-    return odd
+        symbol = (value << free) | (np.int64(1) << (free + FREQ_SHIFT))
+        more[i] = np.int64(_ODD) if escaped | (m == 0) else symbol
 
 
 @inlined
@@ -132,7 +121,7 @@ def _put_odd(
             codes[first + lane] += np.uint64((ESCAPE_FREQ - 1) << FREQ_SHIFT)
             count[1] += 1
             k = _put_bits(coded[i], t.bits, lane, codes, k)
-        elif _magnitude(coded[i], grid[i], t) == 0:
+        elif more[i] == _ODD:
             b = ZERO + min(grid[i] - t.emin, BINADES) * (BINADES + 2) + _binade(coded[i], grid[i], t)
             codes[np.uint64(k)] = _symbol(np.int64(fine[b]), np.int64(fine[b + 1] - fine[b]), lane)
             k += 1
@@ -141,21 +130,12 @@ def _put_odd(
             k += more[i] < _CERTAIN
     for lane in range(many):
         i = np.uint64(begin + lane)
-        if found[i] != ESCAPE and _magnitude(coded[i], grid[i], t) == 0:
+        if found[i] != ESCAPE and more[i] == _ODD:
             k = _put_offset(coded[i], lane, grid[i], t, codes, k)
     count[0] = k
 
 
 @inlined
-def _group_is_odd(coded: Ints, begin: int, many: int, grid: Ints, t: Numbers, found: Ints) -> Any:
-    odd = False
-    for lane in range(many):
-        i = np.uint64(begin + lane)
-        odd |= (found[i] == ESCAPE) | (_magnitude(coded[i], grid[i], t) == 0)
-    return odd
-
-
-@compiled
 def put_row(
     patterns: Ints,
     at: Floats,
@@ -171,25 +151,30 @@ def put_row(
     codes: Codes,
     count: Ints,
 ) -> None:
-    """The symbols of a placed row's scalars, in `width` lanes. split: scratch [2, T] of formats with raw bits."""
+    """The symbols of a placed row's scalars, in `width` lanes.
+
+    split: scratch [2, T] of formats with raw bits; codes: see room_for; count: of symbols so far, of escapes.
+    """
     coded = patterns
     if t.raw:
         coded = split[0]
         _split_row(patterns, t, coded, split[1])
-    odd = _find_row(coded, at, rate, start, grid, t, found, more)
+    _find_row(coded, at, rate, start, grid, t, found, more)
     for begin in range(0, patterns.shape[0], width):
         many, k = min(width, patterns.shape[0] - begin), count[0]
         for lane in range(many):
             low, high = slots_of(found[np.uint64(begin + lane)], fine)
             codes[np.uint64(k + lane)] = _symbol(low, high - low, lane)
         count[0] = k = k + many
-        if odd and _group_is_odd(coded, begin, many, grid, t, found):
+        odd = False
+        for lane in range(many):
+            symbol = more[np.uint64(begin + lane)]
+            codes[np.uint64(k)] = np.uint64(symbol | (lane << LANE_SHIFT))
+            k += symbol < _CERTAIN
+            odd |= symbol == _ODD
+        if odd:
             _put_odd(coded, begin, many, grid, t, fine, found, more, codes, count)
         else:
-            for lane in range(many):
-                symbol = more[np.uint64(begin + lane)]
-                codes[np.uint64(k)] = np.uint64(symbol | (lane << LANE_SHIFT))
-                k += symbol < _CERTAIN
             count[0] = k
         if t.raw:
             k = count[0]

@@ -152,8 +152,8 @@ def _search(slot: int, n: int, at: float, rate: float, start: int, t: Numbers, f
         n += 1 if slot >= high else -1
 
 
-# Loops and arrays stay in one function here: where a loop's helper took arrays, compiled code would count references to them.
-@compiled
+# Inlined, as all is that has arrays and runs often: compiled code counts references to the arrays of a call.
+@inlined
 def _read_cells(
     begin: int, count: int, at: Floats, rate: Floats, near: Floats, start: Ints, t: Numbers, fine: Fine, steps: Floats, found: Ints,
     cells: Ints, states: States, words: Words, k: int,
@@ -199,7 +199,7 @@ def _read_even(begin: int, count: int, grid: Ints, cells: Ints, t: Numbers, stat
     return short != 0
 
 
-@compiled
+@inlined
 def read_row(
     at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, cells: Ints, t: Numbers, fine: Fine, steps: Floats,
     states: States, words: Words, words_at: Ints, out: Ints,

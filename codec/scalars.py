@@ -8,6 +8,7 @@ has a slot of its own; the window's first cell has all that lies below it, its l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from codec import cells
 from codec.cells import Ints
 from codec.formats import NumberFormat
 from codec.kernels import compiled
-from codec.rans import PRECISION, Decoder, States, Symbols, Words
+from codec.rans import PRECISION, Codes, Decoder, Encoder, States, Symbols, Words
 from codec.residual import (
     TABLE_BITS,
     TABLE_REACH,
@@ -38,7 +39,7 @@ from codec.scalar_kernels import (
     place_row,
     scale_row,
 )
-from codec.scalar_put import Codes, Sink, new_sink, put_row
+from codec.scalar_put import put_row, room_for
 from codec.scalar_read import read_row
 
 
@@ -75,21 +76,27 @@ def tables_of(table: Ints, fmt: NumberFormat) -> Tables:
     return Tables(numbers, cells.edge_table(fmt), fine)
 
 
-def put_scaled(patterns: Ints, mean: Floats, sigma: Floats, tables: Tables, lanes: int) -> tuple[Symbols, int]:
-    """(symbols, escapes) of rows [n, T], one after another; mean and sigma float64 [n, T]."""
-    sink, count = new_sink(patterns.size), patterns.shape[1]
-    _put_scaled(patterns, mean, sigma, tables.numbers, tables.fine, lanes, *new_row(count), _split(count), *sink)
-    return _collected(sink)
+def put_scaled(
+    patterns: Ints, mean: Floats, sigma: Floats, tables: Tables, lanes: int, encoder: Encoder | None = None
+) -> tuple[Symbols, int]:
+    """(symbols, escapes) of rows [n, T], one after another; mean and sigma float64 [n, T]. They are written where `encoder` has room."""
+    return _put(_put_scaled, patterns, (mean, sigma), tables, lanes, encoder)
 
 
 def put_gridded(
-    patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tables, lanes: int
-) -> tuple[Symbols, int]:
+    patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tables, lanes: int, encoder: Encoder | None = None
+) -> tuple[Symbols, int]:  # fmt: skip
     """The same of rows in order whose scales are integers already, int64 [n, T]."""
-    sink, count = new_sink(patterns.size), patterns.shape[1]
-    law = mean, grid, reciprocal
-    _put_gridded(patterns, *law, tables.numbers, tables.fine, lanes, *new_row(count), _split(count), *sink)
-    return _collected(sink)
+    return _put(_put_gridded, patterns, (mean, grid, reciprocal), tables, lanes, encoder)
+
+
+def _put(
+    loop: Any, patterns: Ints, law: tuple[Any, ...], tables: Tables, lanes: int, encoder: Encoder | None
+) -> tuple[Symbols, int]:
+    codes = (encoder or Encoder(lanes)).room(room_for(patterns.size))
+    row, split, counts = new_row(patterns.shape[1]), np.empty((2, patterns.shape[1]), np.int64), np.zeros(2, np.int64)
+    loop(patterns, *law, tables.numbers, tables.fine, lanes, *row, split, codes, counts)
+    return Symbols(codes[: counts[0]]), int(counts[1])
 
 
 def read_gridded(coder: Decoder, mean: Floats, grid: Ints, reciprocal: Ints, tables: Tables) -> Ints:
@@ -106,14 +113,6 @@ def read_scaled(coder: Decoder, mean: Floats, sigma: Floats, tables: Tables) -> 
     _read_scaled(mean, sigma, tables.numbers, tables.fine, *new_row(mean.shape[1]), coder.steps, *coder.place, out)
     coder.check()
     return out
-
-
-def _split(count: int) -> Ints:
-    return np.empty((2, count), np.int64)
-
-
-def _collected(sink: Sink) -> tuple[Symbols, int]:
-    return Symbols(sink.codes[: sink.counts[0]].copy()), int(sink.counts[1])
 
 
 @compiled
