@@ -227,7 +227,7 @@ class ClosedCalibration:
 
     def _seen(self, i: int, layer: int, laws: Laws, counted: slice | NDArray[np.bool_]) -> NDArray[Any]:
         if self._bins is None:
-            return token_scale.block_sums(laws.squares[:, counted])
+            return laws.energy[:, counted]
         geometry, sample = self._geometry(i, layer), self._samples[i]
         patterns = [geometry.channels(self._fmt.patterns(t)) for t in sample.truth[layer]]
         lengths = [

@@ -21,7 +21,7 @@ from codec.coders import Reader, Writer
 from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.ideal import Cost, cost
-from codec.joint_model import REACH, JointLayer, Means, PairLaw, Ready
+from codec.joint_model import REACH, Features, JointLayer, Means, PairLaw, Ready
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
 from codec.scalars import Source
 from codec.token_scale import BLOCK, CompiledTokenScale, TokenScale, innovations
@@ -36,7 +36,7 @@ class Carry:
     """Features of the layers before, the latest first, [N, T] each, as many as the joint models look back; and, where tokens have
     scales of their own, the level of the layer before, int64 [T]."""
 
-    features: tuple[Floats, ...]
+    features: tuple[Features, ...]
     level: Ints | None = None
 
 
@@ -48,8 +48,8 @@ class Laws:
     sigma: list[Floats]
     residual: list[Floats]  # what is known of truth minus guess; 0 where it must not steer anything
     forced: list[Floats]  # the truth; the guess where it must not
-    features: Floats
-    squares: Ints  # of innovations in units of the model's own sigmas, in the coding order: [N, T]
+    features: Features
+    energy: Ints  # sums over blocks of squared innovations in units of the model's own sigmas: [blocks, T]
     level: Ints | None = None
 
 
@@ -151,7 +151,7 @@ class ClosedLoop:
             [x[:n], x[n:]] for x in (found.mean, found.sigma, found.residual, found.forced)
         )
         level = None if scale is None else scale.level
-        laws = Laws(mean, sigma, residual, forced, found.features, found.squares, level)
+        laws = Laws(mean, sigma, residual, forced, found.features, found.energy, level)
         return [found.patterns[:n], found.patterns[n:]], laws
 
     def _one_by_one(self, layer: int, geometry: Geometry, carry: object, read: Read) -> Laws:
@@ -159,8 +159,8 @@ class ClosedLoop:
         ready = self._layers[layer]
         means = Means(ready, geometry.tokens, ready.base(self._carried(ready, geometry, carry)))
         empty = [[np.empty_like(geometry.k) for _ in range(2)] for _ in range(4)]
-        squares = np.zeros(means.features.shape, np.int64)
-        laws = Laws(empty[0], empty[1], empty[2], empty[3], means.features, squares)
+        energy = np.zeros((-(-len(means.features) // BLOCK), geometry.tokens), np.int64)
+        laws = Laws(empty[0], empty[1], empty[2], empty[3], means.features, energy)
         pace = _Pace(ready, geometry, carry, laws)
         for j in range(ready.values):
             pace.reach(j)
@@ -196,7 +196,7 @@ class ClosedLoop:
         laws.mean[side][row], laws.sigma[side][row] = at[0] + mean, coded
         patterns = read(side, row, laws.mean[side][row], coded)
         laws.residual[side][row], laws.forced[side][row] = self._observed(patterns, *at, laws.mean[side][row], mine)
-        laws.squares[j] = innovations(laws.residual[side][row] - mean, sigma)
+        laws.energy[j // BLOCK] += innovations(laws.residual[side][row] - mean, sigma)
 
     def _observed(
         self, patterns: Ints, guess: Floats, step: Floats, mean: Floats | None = None, sigma: Floats | None = None
@@ -213,7 +213,7 @@ class ClosedLoop:
         return np.where(trusted, residual, 0.0), np.where(trusted, real, guess)
 
     # ------------------------------------------------------------ going on
-    def _carried(self, ready: Ready, geometry: Geometry, carry: object) -> Floats | None:
+    def _carried(self, ready: Ready, geometry: Geometry, carry: object) -> Features | None:
         return carried_features(carry, self._history, (len(ready.step), geometry.tokens))
 
     def _next(self, layer: int, geometry: Geometry, laws: Laws, carry: object) -> Next:
@@ -236,7 +236,7 @@ class _Pace:
         """Channel j is next; at the begin of a block, all before it are known."""
         if self._scale is not None and j % BLOCK == 0:
             if j:
-                self._scale.add(self._laws.squares[j - BLOCK : j])
+                self._scale.add(self._laws.energy[j // BLOCK - 1], BLOCK)
             self._factor = self._scale.of(j // BLOCK)
 
     def spread(self, sigma: Floats) -> Floats:
@@ -247,8 +247,7 @@ class _Pace:
         """The level of the layer."""
         if self._scale is None:
             return None
-        squares = self._laws.squares
-        self._scale.add(squares[(len(squares) - 1) // BLOCK * BLOCK :])
+        self._scale.add(self._laws.energy[-1], (len(self._laws.features) - 1) % BLOCK + 1)
         return self._scale.level
 
 
@@ -256,7 +255,7 @@ def _level(carry: object) -> Ints | None:
     return carry.level if isinstance(carry, Carry) else None
 
 
-def carried_features(carry: object, history: int, shape: tuple[int, int]) -> Floats | None:
+def carried_features(carry: object, history: int, shape: tuple[int, int]) -> Features | None:
     """Features of the `history` layers before as one array [history * N, T], zeros for those that are not there; None for no history.
 
     shape: (N, T).
@@ -264,4 +263,4 @@ def carried_features(carry: object, history: int, shape: tuple[int, int]) -> Flo
     if not history:
         return None
     parts = list(carry.features) if isinstance(carry, Carry) else []
-    return np.concatenate(parts + [np.zeros(shape)] * (history - len(parts)))
+    return np.concatenate(parts + [np.zeros(shape, np.int8)] * (history - len(parts)))

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from codec.errors import UserError
-from codec.joint_model import JointLayer
+from codec.joint_model import COEFFICIENT_MAX, Features, JointLayer
 
 Floats = NDArray[np.float64]
 # Of the mean variance, added to what is regressed on: the best of these on samples that were left out.
 RIDGES = (1e-6, 1e-5, 1e-4, 1e-3)
 GAIN_RIDGES = (1e-4, 1e-3, 1e-2)
 FOLDS = 3
-STEPS_PER_SIGMA = 10  # a feature's step is sigma * 2**-STEPS_PER_SIGMA, rounded up to a power of two
+STEPS_PER_SIGMA = 4  # a feature's step is sigma * 2**-STEPS_PER_SIGMA, rounded up to a power of two
 CARRIED = 2.0**-STEPS_PER_SIGMA  # regressors are carried features times this: about one sigma is one
 _LEAST_SIGMA = 1e-5
 _NOTHING = "Calibration saw no token; give it a corpus with at least one prompt."
@@ -44,7 +44,7 @@ class LayerMoments:
     tokens: int
 
     @classmethod
-    def of(cls, carried: Floats | None, features: Floats, residual: Floats, error: Floats) -> LayerMoments:
+    def of(cls, carried: Features | None, features: Floats, residual: Floats, error: Floats) -> LayerMoments:
         """carried [G, T] in steps or None, features and residual [N, T], error [T, M]."""
         tokens = features.shape[1]
         rows = [np.ones((1, tokens)), *([] if carried is None else [carried * CARRIED]), features]
@@ -120,7 +120,7 @@ def _frozen(moments: LayerMoments, weight: Floats, variance: Floats, gain: Float
     coefficient[first + 1, first] = 0.0
     spread = np.sqrt(np.diag(moments.gram)[before:] / moments.tokens)
     step = np.ceil(np.log2(np.maximum(spread, _LEAST_SIGMA))).astype(np.int64) - STEPS_PER_SIGMA
-    unit, integers = _rows_to_integers(coefficient * np.exp2(step)[None, :], np.int16)
+    unit, integers = _rows_to_integers(coefficient * np.exp2(step)[None, :], np.int16, COEFFICIENT_MAX)
     given_unit, given = _rows_to_integers(weight[:, 1:before] * CARRIED, np.int8)
     gain_unit, gain_integers = _rows_to_integers(gain * np.exp2(step)[None, :], np.int8)
     return JointLayer(
@@ -199,9 +199,10 @@ def _mean_power(moments: LayerMoments) -> float:
     return float(np.mean(np.diag(moments.gram)[-n:])) / moments.tokens + 1e-30
 
 
-def _rows_to_integers(x: NDArray[np.floating], dtype: type[np.signedinteger]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def _rows_to_integers(
+    x: NDArray[np.floating], dtype: type[np.signedinteger], most: int = 127
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """(unit, integers): row i of x is about integers[i] * 2**unit[i]."""
-    most = int(np.iinfo(dtype).max)
     top = np.maximum(np.abs(x).max(1, initial=0.0), 2.0**-80)
     unit = np.clip(np.ceil(np.log2(top / most)), -120, 120).astype(np.int64)
     integers = np.rint(x / np.exp2(unit)[:, None])

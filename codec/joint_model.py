@@ -1,8 +1,8 @@
 """The joint residual model of a layer (DESIGN 4.4): which law each channel has, given what was coded before it.
 
 Residuals are taken in the coding order (codec.geometry). A channel's *feature* is its residual in whole steps, a power of two
-well below its sigma. Its mean is an integer combination of the features before it (the Cholesky factor of their covariance, as
-regression coefficients), of the features that earlier layers carried here, and a constant; so sums of whole
+about a tenth of its sigma: one byte. Its mean is an integer combination of the features before it (the Cholesky factor of their
+covariance, as regression coefficients), of the features that earlier layers carried here, and a constant; so sums of whole
 blocks come from one product, in encoder and decoder alike. A pair (a, b) is a 2-D Gaussian; rotated by
 the token's angle it gives the law of the two K channels that are stored: the first, then the second given the first.
 Everything but the integer products is elementwise float64.
@@ -20,12 +20,15 @@ from numpy.typing import NDArray
 
 from codec import exact
 from codec.cells import Ints
+from codec.errors import InexactBackend
 from codec.geometry import Floats, Geometry
 
-FEATURE_MAX = 1 << 14  # a feature is clamped to this many steps, about 16 sigma
-REACH = 4 * FEATURE_MAX  # a residual of more steps is an outlier that must not steer anything
-COEFFICIENT_MAX = 1 << 15
+FEATURE_MAX = 127  # a feature is clamped to this many steps, 8 to 16 sigma
+REACH = 1024  # a residual of more steps is an outlier that must not steer anything
+COEFFICIENT_MAX = exact.ROW_MAX  # two int8 limbs
+Features = NDArray[np.int8]
 BLOCK = 32  # channels whose means the decoder updates one by one; those beyond are updated block by block
+_TERMS = 1 << 17  # fewer products of int8 than these stay below 2**31
 LEAST = 2.0**-40  # no variance of a pair falls below this part of itself
 
 
@@ -54,8 +57,9 @@ class JointLayer:
 
     def check(self) -> None:
         """The sums are exact (DESIGN 5); raises InexactBackend."""
-        terms = max(self.step.shape[0], self.given.shape[1], 1)
-        exact.bound("joint model", 15, 14, float(np.log2(terms)))  # exact: a bound, not a value
+        terms = max(self.step.shape[0], self.given.shape[1])
+        if terms >= _TERMS:
+            raise InexactBackend(f"A joint model sums {terms} products of bytes, more than int32 can hold exactly.")
 
 
 class Ready:
@@ -66,9 +70,15 @@ class Ready:
         self.values = n // 2  # V channels; as many K channels follow
         self.step = np.ldexp(1.0, joint.step.astype(np.int64))[:, None]
         self.step_k, self.step_v = np.maximum(self.step[n // 2 :: 2], self.step[n // 2 + 1 :: 2]), self.step[: n // 2]
+        self.per_step = np.ldexp(1.0, -joint.step.astype(np.int64))  # as exact as a division by a power of two
+        reach = np.concatenate([self.step_v[:, 0], np.repeat(self.step_k[:, 0], 2)])
+        self.most = reach * REACH  # residuals beyond are outliers
         self.unit = np.ldexp(1.0, joint.unit.astype(np.int64))[:, None]
-        self.lower = joint.coefficient.astype(np.float64)
-        self.coefficient = torch.from_numpy(self.lower)
+        self.lower = joint.coefficient
+        starts = range(0, n, BLOCK)
+        self.near = np.concatenate([np.zeros((0, BLOCK), np.int16), *(_square(joint.coefficient, lo) for lo in starts)])
+        far = (torch.from_numpy(joint.coefficient[lo : lo + BLOCK, :lo].astype(np.float32)) for lo in starts)
+        self._far = [torch.cat(exact.limbs(x)) for x in far]
         self.given = torch.from_numpy(np.ascontiguousarray(joint.given, np.int8))
         self.given_unit = np.ldexp(1.0, joint.given_unit.astype(np.int64))[:, None]
         self.bias = joint.bias.astype(np.float64)[:, None]
@@ -85,22 +95,36 @@ class Ready:
         self.vb = self.w * self.cab + self.vi
         self.pair = np.ascontiguousarray(np.concatenate([self.w, self.va, self.vb, self.cab, self.vi], 1))  # [P, 5]
 
-    def base(self, carried: Floats | None) -> Floats:
+    def base(self, carried: Features | None) -> Floats:
         """What the means are before any feature of this layer: [N, 1] or [N, T]."""
         if carried is None or not self.given.shape[1]:
             return self.bias
-        given: Floats = exact.product_limbs(self.given, torch.from_numpy(carried)).numpy() * self.given_unit + self.bias
+        given: Floats = exact.product_int8(self.given, torch.from_numpy(carried)).numpy() * self.given_unit + self.bias
         return given
 
-    def features(self, residual: Floats, rows: slice = slice(None)) -> Floats:
-        """Residuals in the coding order [n, T] to whole steps."""
-        steps: Floats = np.rint(np.clip(residual / self.step[rows], -FEATURE_MAX, FEATURE_MAX))
-        return steps
+    def far(self, block: int, features: Features) -> NDArray[np.int32]:
+        """What the features [BLOCK * block, T] of all blocks before add to the sums of a block's R channels.
 
-    def correction(self, features: Floats, limit: float) -> NDArray[np.float32]:
+        [2 R, T]: sums of the coefficients' low limbs, then of their high ones, which count 256 times.
+        """
+        if not block:
+            return np.zeros((len(self._far[0]), features.shape[1]), np.int32)
+        return exact.product_int8(self._far[block], torch.from_numpy(features)).numpy()
+
+    def features(self, residual: Floats, rows: slice = slice(None)) -> Features:
+        """Residuals in the coding order [n, T] to whole steps."""
+        return np.rint(np.clip(residual / self.step[rows], -FEATURE_MAX, FEATURE_MAX)).astype(np.int8)
+
+    def correction(self, features: Features, limit: float) -> NDArray[np.float32]:
         """What the features say about the hidden state: [T, M], in units of its RMS."""
-        total = exact.product_limbs(self.gain, torch.from_numpy(features)).numpy() * self.gain_unit
+        total = exact.product_int8(self.gain, torch.from_numpy(features)).numpy() * self.gain_unit
         return np.ascontiguousarray(np.clip(total, -limit, limit).astype(np.float32).T)
+
+
+def _square(coefficient: NDArray[np.int16], lo: int) -> NDArray[np.int16]:
+    """A block's coefficients on itself: [R, BLOCK]."""
+    own = coefficient[lo : lo + BLOCK, lo : lo + BLOCK]
+    return np.pad(own, ((0, 0), (0, BLOCK - own.shape[1])))
 
 
 class PairLaw:
@@ -132,9 +156,10 @@ class Means:
     def __init__(self, ready: Ready, tokens: int, base: Floats) -> None:
         """`features`: rows [N, T], to be filled in order by whoever decodes."""
         self._ready = ready
-        self.features = np.zeros((len(ready.step), tokens))
+        self.features: Features = np.zeros((len(ready.step), tokens), np.int8)
+        self._coefficient = torch.from_numpy(ready.lower.astype(np.float64))
         self._base = np.broadcast_to(base, self.features.shape)
-        self._sum = np.zeros_like(self.features)
+        self._sum = np.zeros(self.features.shape)
         self._done = 0  # rows whose part in all later means is in _sum
 
     def of(self, j: int) -> Floats:
@@ -142,10 +167,12 @@ class Means:
         ready = self._ready
         while j >= self._done + BLOCK:
             begin, end = self._done, self._done + BLOCK
-            block = torch.from_numpy(self.features[begin:end])
-            self._sum[end:] += exact.product(ready.coefficient[end:, begin:end], block).numpy()
+            self._sum[end:] += self._product(slice(end, None), slice(begin, end))
             self._done = end
-        fresh = slice(self._done, j)
-        near = exact.product(ready.coefficient[j : j + 1, fresh], torch.from_numpy(self.features[fresh])).numpy()
+        near = self._product(slice(j, j + 1), slice(self._done, j))
         mean: Floats = (self._sum[j] + near[0]) * ready.unit[j] + self._base[j]
         return mean
+
+    def _product(self, rows: slice, before: slice) -> Floats:
+        features = torch.from_numpy(self.features[before].astype(np.float64))
+        return exact.product(self._coefficient[rows, before], features).numpy()

@@ -37,13 +37,14 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(forceinline=True, **_OPTIONS)(function)
 
 
-class _Apart(CompilerBase):  # type: ignore[misc]  # numba has no types
+class _Apart(CompilerBase):
     """Compiles a function whose arrays do not overlap. Without that word a loop which reads by index and writes is never vectorised."""
 
     def define_pipelines(self) -> Any:
         """See CompilerBase."""
         self.state.flags.noalias = True
-        return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
+        builder: Any = DefaultPassBuilder
+        return [builder.define_nopython_pipeline(self.state)]
 
 
 def apart(function: Callable[..., Any]) -> Any:

@@ -30,7 +30,7 @@ from codec.closed_loop import ClosedLoop
 from codec.coders import DEFAULT, NAMES, Coder
 from codec.errors import DataError, ProfileError
 from codec.formats import NumberFormat, number_format
-from codec.joint_model import JointLayer
+from codec.joint_model import COEFFICIENT_MAX, JointLayer
 from codec.keys import content_id
 from codec.loop import LoopCodec, OpenLoop
 from codec.residual import TABLE_BITS, TABLE_REACH, ChannelScales, grid_limit
@@ -268,6 +268,8 @@ class Profile:
                 raise ProfileError(f"The profile's tensor '{name}' is out of range.")
         if min(float(self.tensors[name].min()) for name in ("sigma", "narrow") if name in self.tensors) < 2.0**-30:
             raise ProfileError("The profile has a standard deviation that is not positive.")
+        if max(map(abs, _ends(self.tensors["coefficient"]))) > COEFFICIENT_MAX:
+            raise ProfileError(f"The profile has a coefficient beyond {COEFFICIENT_MAX}.")
         n = self.tensors["step"].shape[1]
         second = np.arange(n // 2 + 1, n, 2)  # row j of the triangle ends at j (j + 1) / 2; its last is (j, j - 1)
         if bool(self.tensors["coefficient"][:, second * (second + 1) // 2 - 1].any()):
@@ -282,6 +284,11 @@ class Profile:
             CacheScales.from_bytes(self.scales.to_bytes())
         except DataError as error:
             raise ProfileError(f"The profile's scales are malformed: {error}") from None
+
+
+def _ends(values: NDArray[np.generic]) -> tuple[int, int]:
+    """The smallest and the largest of integers, or of nothing 0."""
+    return int(values.min(initial=0)), int(values.max(initial=0))
 
 
 def _is_distribution(table: NDArray[np.generic]) -> bool:

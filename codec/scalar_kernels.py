@@ -29,7 +29,9 @@ Fine = NDArray[np.int32]
 ESCAPE_FREQ = 256  # of 2**PRECISION: about 2**-16
 ESCAPE_START = (1 << PRECISION) - ESCAPE_FREQ
 GUESS_BITS = 12  # the decoder's first guess of a cell comes from so many bits of the slot
-FAR = 1 << 40  # distances are clipped here where they are integers: beyond the table's reach for any reciprocal, and safe to multiply
+FAR = (
+    1 << 40
+)  # distances are clipped here where they are integers: beyond the table's reach for any reciprocal, and safe to multiply
 
 _MEAN_LIMIT, _REACH = MEAN_LIMIT, float(TABLE_REACH)
 ONE_BITS = 1023  # exponent of 1.0 in a float64
@@ -193,7 +195,10 @@ def found_cell(m: int, negative: bool, place: int, at: float, rate: float, t: Nu
 def slots_of(cell: int, fine: Fine) -> Any:
     """(first slot, first slot after it) of what `found_cell` says of a cell."""
     place = cell >> _PLACE_SHIFT
-    low, high = np.int64(fine[np.uint64(cell & _EDGE_MASK)]), np.int64(fine[np.uint64((cell >> _EDGE_BITS) & _EDGE_MASK)])
+    low, high = (
+        np.int64(fine[np.uint64(cell & _EDGE_MASK)]),
+        np.int64(fine[np.uint64((cell >> _EDGE_BITS) & _EDGE_MASK)]),
+    )
     return low + place, high + place + 1
 
 

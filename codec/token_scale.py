@@ -76,12 +76,11 @@ class TokenScale:
         so_far = levels(self._total, self._count) if self._count else np.zeros_like(self._total)
         return factor(self._weights[b], self._before, so_far, self._last)
 
-    def add(self, squares: Ints) -> None:
-        """Take in a block's squares [channels, T]."""
-        total = squares.sum(0)  # exact: at most 2**14 * 32
-        self._total = self._total + total
-        self._count += len(squares)
-        self._last = levels(total, len(squares))
+    def add(self, energy: Ints, count: int) -> None:
+        """Take in a block of `count` channels: its sums of squared innovations [T], at most 2**14 * 32 each."""
+        self._total = self._total + energy
+        self._count += count
+        self._last = levels(energy, count)
 
     @property
     def level(self) -> Ints:
@@ -120,13 +119,10 @@ def _factors(
 
 
 @compiled
-def _absorb(squares: Ints, total: Ints, last: Ints, edges: Floats) -> None:
+def _absorb(energy: Ints, count: int, total: Ints, last: Ints, edges: Floats) -> None:
     for t in range(total.shape[0]):
-        energy = np.int64(0)
-        for j in range(squares.shape[0]):
-            energy += squares[j, t]
-        total[t] += energy
-        last[t] = _level(energy, squares.shape[0], edges)
+        total[t] += energy[t]
+        last[t] = _level(energy[t], count, edges)
 
 
 class CompiledTokenScale(TokenScale):
@@ -138,10 +134,10 @@ class CompiledTokenScale(TokenScale):
         _factors(self._weights[b], self._before, self._total, self._last, self._count, _EDGES, _POWERS, out)
         return out
 
-    def add(self, squares: Ints) -> None:
+    def add(self, energy: Ints, count: int) -> None:
         """See TokenScale."""
-        _absorb(squares, self._total, self._last, _EDGES)
-        self._count += len(squares)
+        _absorb(energy, count, self._total, self._last, _EDGES)
+        self._count += count
 
 
 def block_sums(squares: Ints) -> Ints:

@@ -12,26 +12,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
-from codec import exact
 from codec.bins import LEAST_MASS, Bins
 from codec.cells import Ints
 from codec.formats import NumberFormat
 from codec.geometry import Floats, Geometry
-from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, REACH, Ready
-from codec.kernels import compiled, inlined
+from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, Features, Ready
+from codec.kernels import apart, compiled, inlined
 from codec.rans import States, Words
 from codec.residual import STEP_BITS, TABLE_REACH
-from codec.scalar_kernels import Fine, Numbers, new_row, place_row, scale_row
+from codec.scalar_kernels import Fine, Numbers, new_row, place_row, scale_row, whole
 from codec.scalar_read import read_row
 from codec.scalars import Source
 from codec.token_scale import CLIP, FINE, TokenScale
 
 _STEPS, _REACH_STEPS, _FEATURE_MAX = float(1 << STEP_BITS), float(TABLE_REACH), float(FEATURE_MAX)
-_OUTLIER, _LEAST_SHARE, _LEAST_MASS, _MIDDLE = float(REACH), LEAST, LEAST_MASS, TABLE_REACH
+_LEAST_SHARE, _LEAST_MASS, _MIDDLE = LEAST, LEAST_MASS, TABLE_REACH
 _FINE, _CLIP = float(FINE), float(CLIP)
 _INFINITY = math.inf
+Sums = NDArray[np.int32]
+Weights = NDArray[np.int16]
 
 
 @inlined
@@ -50,159 +51,223 @@ def _centre(low: float, high: float, mean: float, sigma: float, cumulative: Ints
     return min(max(x, low), high)
 
 
-@compiled
-def _values(patterns: Ints, table: Floats, shift: int, out: Floats) -> None:
-    """What patterns stand for: by table, or the upper bits of a float32."""
-    if table.shape[0]:
-        for i in range(patterns.shape[0]):
-            out[i] = table[patterns[i]]
-    else:
-        for i in range(patterns.shape[0]):
-            out[i] = np.float64(np.uint32(patterns[i] << shift).view(np.float32))
+@apart
+def _values(patterns: Ints, shift: int, out: Floats) -> None:
+    """What patterns stand for that are the upper bits of a float32."""
+    for t in range(patterns.shape[0]):
+        out[t] = np.float64(np.uint32(patterns[t] << shift).view(np.float32))
 
 
-@compiled
+@apart
+def _centres(patterns: Ints, mean: Floats, spread: Floats, edges: Floats, bins: Ints, out: Floats) -> None:
+    """Of a coarse cache: the means inside bins."""
+    for t in range(patterns.shape[0]):
+        p = np.uint64(patterns[t])
+        out[t] = _centre(edges[0, p], edges[1, p], mean[t], spread[t], bins[0], bins[1])
+
+
+@apart
 def _observe(
-    patterns: Ints, guess: Floats, step: float, mean: Floats, sigma: Floats, real: Floats, edges: Floats, bins: Ints, residual: Floats,
-    forced: Floats,
+    value: Floats, known: Floats, guess: Floats, most: float, off: Floats, own: Floats, residual: Floats, forced: Floats, energy: Ints
 ) -> None:  # fmt: skip
-    """ClosedLoop._observed of a row; real: what the patterns stand for. edges, bins: of a coarse cache, else empty."""
-    coarse, most = edges.shape[0] > 0, step * _OUTLIER
-    for i in range(patterns.shape[0]):
-        known = real[i]
-        if coarse:
-            p = patterns[i]
-            known = _centre(edges[0, p], edges[1, p], mean[i], sigma[i], bins[0], bins[1])
-        off = known - guess[i]
-        trusted = abs(real[i]) < _INFINITY and abs(off) <= most
-        residual[i] = off if trusted else 0.0
-        forced[i] = real[i] if trusted else guess[i]
+    """ClosedLoop._observed of a row, and its innovations: value is what patterns stand for, known what they tell, off the mean of the
+    residual, own the model's sigma."""
+    for t in range(value.shape[0]):
+        x = known[t] - guess[t]
+        trusted = (abs(value[t]) < _INFINITY) & (abs(x) <= most)
+        residual[t] = x if trusted else 0.0
+        forced[t] = value[t] if trusted else guess[t]
+        z = np.rint(min(max((residual[t] - off[t]) / own[t] * _FINE, -_CLIP), _CLIP))
+        energy[t] += whole(z * z)
 
 
 @inlined
-def _feature(residual: float, step: float) -> Any:
-    return np.rint(min(max(residual / step, -_FEATURE_MAX), _FEATURE_MAX))
+def _feature(residual: float, per_step: float) -> Any:
+    return np.int8(whole(np.rint(min(max(residual * per_step, -_FEATURE_MAX), _FEATURE_MAX))))
+
+
+@apart
+def _features_of_value(residual: Floats, per_step: float, out: Features) -> None:
+    for t in range(residual.shape[0]):
+        out[t] = _feature(residual[t], per_step)
+
+
+@apart
+def _features_of_pair(
+    x: Floats, y: Floats, cos: Floats, sin: Floats, per_first: float, per_second: float, first: Features, second: Features
+) -> None:  # fmt: skip
+    for t in range(x.shape[0]):
+        first[t] = _feature(x[t] * cos[t] + y[t] * sin[t], per_first)
+        second[t] = _feature(y[t] * cos[t] - x[t] * sin[t], per_second)
+
+
+# ---------------------------------------------------------------- sums of features within a block
+@apart
+def _add_one(sums: Sums, near: Weights, at: int, last: int, feature: Features) -> None:
+    """Add the features of the block's channel `at` to the sums of the channels after it, up to `last`: integers, exact in any order."""
+    for k in range(at + 1, last):
+        row, weight = np.uint64(k), np.int32(near[np.uint64(k), np.uint64(at)])
+        for t in range(feature.shape[0]):
+            sums[row, t] += weight * np.int32(feature[t])
+
+
+@apart
+def _add_eight(sums: Sums, near: Weights, at: int, features: Features) -> None:
+    """The same of channels `at` to `at` + 7, whose features [8, T] these are, to all after them."""
+    for k in range(at + 8, sums.shape[0]):
+        row = np.uint64(k)
+        w = near[row]
+        a, b, c, d = np.int32(w[at]), np.int32(w[at + 1]), np.int32(w[at + 2]), np.int32(w[at + 3])
+        e, f, g, h = np.int32(w[at + 4]), np.int32(w[at + 5]), np.int32(w[at + 6]), np.int32(w[at + 7])
+        for t in range(features.shape[1]):
+            one = a * np.int32(features[0, t]) + b * np.int32(features[1, t])
+            two = c * np.int32(features[2, t]) + d * np.int32(features[3, t])
+            three = e * np.int32(features[4, t]) + f * np.int32(features[5, t])
+            four = g * np.int32(features[6, t]) + h * np.int32(features[7, t])
+            sums[row, t] += (one + two) + (three + four)
 
 
 @inlined
-def _square(off: float, sigma: float) -> Any:
-    """token_scale.innovations."""
-    z = np.int64(np.rint(min(max(off / sigma * _FINE, -_CLIP), _CLIP)))
-    return z * z
+def _add(sums: Sums, near: Weights, at: int, lo: int, features: Features) -> None:
+    """A channel's features are there: add them to the sums of later ones, those beyond its eight with those of all eight."""
+    rows = sums.shape[0]
+    _add_one(sums, near, at, min((at | 7) + 1, rows), features[lo + at])
+    if at & 7 == 7 and at + 1 < rows:
+        _add_eight(sums, near, at - 7, features[lo + at - 7 : lo + at + 1])
 
 
-@compiled
-def _add(sums: Floats, coefficient: Floats, j: int, lo: int, feature: Floats) -> None:
-    """Add channel j's features to the sums of the later channels of its block: integers, exact in any order."""
-    for k in range(j + 1 - lo, sums.shape[0]):
-        weight = coefficient[lo + k, j]
-        if weight != 0.0:
-            for t in range(feature.shape[0]):
-                sums[k, t] += weight * feature[t]
+# ---------------------------------------------------------------- laws
+@inlined
+def _sum(low: int, high: int, near: int) -> Any:
+    return np.float64(high) * 256.0 + np.float64(low) + np.float64(near)
 
 
-@compiled
-def _law_of_value(j: int, sums: Floats, base: Floats, unit: float, sigma: float, factor: Floats, work: Floats) -> None:
-    """Of V channel j: work[0] mean of the residual, work[2] the model's sigma times the token's factor."""
-    for t in range(sums.shape[0]):
-        work[0, t] = sums[t] * unit + base[t]
-        work[2, t] = sigma * factor[t]
-        work[3, t] = sigma
+@apart
+def _law_of_value(
+    low: Sums, high: Sums, near: Sums, base: Floats, unit: float, sigma: float, factor: Floats, off: Floats, own: Floats, spread: Floats
+) -> None:  # fmt: skip
+    """Of a V channel: off, mean of the residual; own, the model's sigma; spread, that times the token's factor."""
+    for t in range(near.shape[0]):
+        off[t] = _sum(low[t], high[t], near[t]) * unit + base[t]
+        own[t] = sigma
+        spread[t] = sigma * factor[t]
 
 
-@compiled
+@apart
 def _law_of_pair(
-    sums: Floats, base: Floats, unit: Floats, pair: Floats, cos: Floats, sin: Floats, factor: Floats, work: Floats
-) -> None:
-    """joint_model.PairLaw of a pair's two rows: what `_law_of_value` says of the first; rows 4 to 7 what the second needs."""
+    low: Sums, high: Sums, near: Sums, base: Floats, unit_a: float, unit_b: float, pair: Floats, cos: Floats, sin: Floats,
+    factor: Floats, off: Floats, own: Floats, spread: Floats, second: Floats,
+) -> None:  # fmt: skip
+    """joint_model.PairLaw of a pair's two rows: what `_law_of_value` says of the first; what the second needs."""
     w, va, vb, cab, vi = pair[0], pair[1], pair[2], pair[3], pair[4]
-    for t in range(sums.shape[1]):
+    for t in range(cos.shape[0]):
         c, s = cos[t], sin[t]
-        a = sums[0, t] * unit[0] + base[0, t]
-        b = (sums[1, t] * unit[1] + base[1, t]) + w * a
+        a = _sum(low[0, t], high[0, t], near[0, t]) * unit_a + base[0, t]
+        b = (_sum(low[1, t], high[1, t], near[1, t]) * unit_b + base[1, t]) + w * a
         cc, ss, cs = c * c, s * s, c * s
         twice = (cab + cab) * cs
         v_first = max(va * cc + vb * ss - twice, _LEAST_SHARE * va)
         across = (va - vb) * cs + cab * (cc - ss)
-        work[0, t] = a * c - b * s
-        work[3, t] = math.sqrt(v_first)
-        work[2, t] = work[3, t] * factor[t]
-        work[4, t] = a * s + b * c
-        work[5, t] = across / v_first
-        work[6, t] = math.sqrt(va * vi / v_first)
+        off[t] = a * c - b * s
+        own[t] = math.sqrt(v_first)
+        spread[t] = own[t] * factor[t]
+        second[0, t] = a * s + b * c
+        second[1, t] = across / v_first
+        second[2, t] = math.sqrt(va * vi / v_first)
 
 
-@compiled
-def _law_of_second(first: Floats, factor: Floats, work: Floats) -> None:
+@apart
+def _law_of_second(first: Floats, factor: Floats, second: Floats, off: Floats, own: Floats, spread: Floats) -> None:
     """Of a pair's second channel, the residual of the first being known."""
     for t in range(first.shape[0]):
-        work[0, t] = work[4, t] + work[5, t] * (first[t] - work[0, t])
-        work[3, t] = work[6, t]
-        work[2, t] = work[3, t] * factor[t]
+        off[t] = second[0, t] + second[1, t] * (first[t] - off[t])
+        own[t] = second[2, t]
+        spread[t] = own[t] * factor[t]
 
 
-@compiled
+@apart
+def _law_of_stored(guess: Floats, off: Floats, spread: Floats, narrow: float, mean: Floats, sigma: Floats) -> None:
+    """What is coded with."""
+    for t in range(guess.shape[0]):
+        mean[t] = guess[t] + off[t]
+        sigma[t] = spread[t] * narrow
+
+
+@inlined
 def _channel(
-    row: int, j: int, guess: Floats, step: float, narrow: float, work: Floats, reading: bool, n: Numbers, fine: Fine,
+    row: int, guess: Floats, most: float, narrow: float, work: Floats, reading: bool, n: Numbers, fine: Fine,
     at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, cells: Ints, steps: Floats, states: States, words: Words,
     words_at: Ints, table: Floats, shift: int, edges: Floats, bins: Ints,
-    patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, squares: Ints,
+    patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, energy: Ints,
 ) -> None:  # fmt: skip
-    """ClosedLoop._take: read (or know) stored row `row`, channel j of the coding order, under the law in `work`."""
-    for t in range(work.shape[1]):
-        mean[row, t] = guess[row, t] + work[0, t]
-        sigma[row, t] = work[2, t] * narrow
+    """ClosedLoop._take: read (or know) stored row `row` under the law in `work`."""
+    _law_of_stored(guess[row], work[0], work[2], narrow, mean[row], sigma[row])
     if reading:
         scale_row(sigma[row], n, grid, rate, near)
         place_row(mean[row], n, grid, at, start)
         read_row(at, rate, near, start, grid, found, cells, n, fine, steps, states, words, words_at, patterns[row])
-    _values(patterns[row], table, shift, work[7])
-    _observe(patterns[row], guess[row], step, mean[row], work[2], work[7], edges, bins, residual[row], forced[row])
-    for t in range(work.shape[1]):
-        squares[j, t] = _square(residual[row, t] - work[0, t], work[3, t])
+    if table.shape[0]:
+        for t in range(work.shape[1]):
+            work[3, t] = table[np.uint64(patterns[row, t])]
+    else:
+        _values(patterns[row], shift, work[3])
+    if edges.shape[0]:
+        _centres(patterns[row], mean[row], work[2], edges, bins, work[4])
+        _observe(work[3], work[4], guess[row], most, work[0], work[1], residual[row], forced[row], energy)
+    else:
+        _observe(work[3], work[3], guess[row], most, work[0], work[1], residual[row], forced[row], energy)
 
 
+# Rows of work: 0 to 2 the law (off, own, spread), 3 and 4 what patterns stand for and tell, 5 to 7 what a pair's second channel needs.
 @compiled
 def _block(
-    lo: int, sums: Floats, factor: Floats, base: Floats, coefficient: Floats, unit: Floats, sigmas: Floats, step: Floats, step_k: Floats,
-    pair: Floats, narrow: Floats, cos: Floats, sin: Floats, rows: Ints, guess: Floats, work: Floats, features: Floats, reading: bool,
-    n: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, cells: Ints, steps: Floats,
-    states: States, words: Words, words_at: Ints, table: Floats, shift: int, edges: Floats, bins: Ints, patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, squares: Ints,
+    lo: int, half: int, far: Sums, sums: Sums, weights: Weights, factor: Floats, base: Floats, unit: Floats, sigmas: Floats,
+    per_step: Floats, most: Floats, pair: Floats, narrow: Floats, cos: Floats, sin: Floats, rows: Ints, guess: Floats, work: Floats,
+    features: Features, energy: Ints, reading: bool, n: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints,
+    grid: Ints, found: Ints, cells: Ints, steps: Floats, states: States, words: Words, words_at: Ints, table: Floats, shift: int,
+    edges: Floats, bins: Ints, patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats,
 ) -> None:  # fmt: skip
     """Channels lo … of one block. Of `patterns` and the arrays from `mean` to `forced` rows are K's as stored, then V's."""
-    half, tokens = features.shape[0] // 2, features.shape[1]
+    count = sums.shape[0]
+    low, high = far[:count], far[count:]
     j = lo
-    while j < lo + sums.shape[0]:
+    while j < lo + count:
+        k = j - lo
         if j < half:
-            row = half + j
-            _law_of_value(j, sums[j - lo], base[j], unit[j], sigmas[j], factor, work)
-            _channel(
-                row, j, guess, step[j], narrow[j], work, reading, n, fine, at, rate, near, start, grid, found, cells,
-                steps, states, words, words_at, table, shift, edges, bins, patterns, mean, sigma, residual, forced, squares,
+            row, many = half + j, 1
+            _law_of_value(low[k], high[k], sums[k], base[j], unit[j], sigmas[j], factor, work[0], work[1], work[2])
+        else:
+            p = (j - half) // 2
+            row, many = rows[0, p], 2
+            _law_of_pair(
+                low[k : k + 2], high[k : k + 2], sums[k : k + 2], base[j : j + 2], unit[j], unit[j + 1], pair[p], cos[p], sin[p], factor,
+                work[0], work[1], work[2], work[5:8],
             )  # fmt: skip
-            for t in range(tokens):
-                features[j, t] = _feature(residual[row, t], step[j])
-            _add(sums, coefficient, j, lo, features[j])
-            j += 1
-            continue
-        p = (j - half) // 2
-        one, two = rows[0, p], rows[1, p]
-        _law_of_pair(sums[j - lo : j - lo + 2], base[j : j + 2], unit[j : j + 2], pair[p], cos[p], sin[p], factor, work)
-        for side in range(2):
-            row = two if side else one
+        for side in range(many):
             if side:
-                _law_of_second(residual[one], factor, work)
+                row = rows[1, p]
+                _law_of_second(residual[rows[0, p]], factor, work[5:8], work[0], work[1], work[2])
             _channel(
-                row, j + side, guess, step_k[p], narrow[j + side], work, reading, n, fine, at, rate, near, start, grid, found,
-                cells, steps, states, words, words_at, table, shift, edges, bins, patterns, mean, sigma, residual, forced, squares,
+                row, guess, most[j], narrow[j + side], work, reading, n, fine, at, rate, near, start, grid, found, cells, steps, states,
+                words, words_at, table, shift, edges, bins, patterns, mean, sigma, residual, forced, energy,
             )  # fmt: skip
-        for t in range(tokens):
-            x, y, c, s = residual[one, t], residual[two, t], cos[p, t], sin[p, t]
-            features[j, t] = _feature(x * c + y * s, step[j])
-            features[j + 1, t] = _feature(y * c - x * s, step[j + 1])
-        _add(sums, coefficient, j, lo, features[j])
-        _add(sums, coefficient, j + 1, lo, features[j + 1])
-        j += 2
+        if many == 1:
+            _features_of_value(residual[row], per_step[j], features[j])
+            _add(sums, weights, k, lo, features)
+        else:
+            _features_of_pair(
+                residual[rows[0, p]],
+                residual[row],
+                cos[p],
+                sin[p],
+                per_step[j],
+                per_step[j + 1],
+                features[j],
+                features[j + 1],
+            )
+            _add(sums, weights, k, lo, features)
+            _add(sums, weights, k + 1, lo, features)
+        j += many
 
 
 @dataclass
@@ -214,8 +279,8 @@ class Walked:
     sigma: Floats
     residual: Floats
     forced: Floats
-    features: Floats  # [N, T]
-    squares: Ints  # [N, T]
+    features: Features  # [N, T]
+    energy: Ints  # [blocks, T]
 
 
 class Walker:
@@ -251,29 +316,27 @@ class Walker:
         found = np.empty(guess.shape, np.int64) if patterns is None else np.ascontiguousarray(patterns)
         n, tokens = len(ready.step), geometry.tokens
         floats = [np.empty(guess.shape) for _ in range(4)]
-        features, squares = np.zeros((n, tokens)), np.zeros((n, tokens), np.int64)
-        out = Walked(found, floats[0], floats[1], floats[2], floats[3], features, squares)
+        features, energy = np.zeros((n, tokens), np.int8), np.zeros((-(-n // BLOCK), tokens), np.int64)
+        out = Walked(found, floats[0], floats[1], floats[2], floats[3], features, energy)
         base = np.ascontiguousarray(np.broadcast_to(base, (n, tokens)))
         stream = _stream(source)
         rows = np.stack([geometry.first_rows, geometry.second_rows]).astype(np.int64)
         work, row, factor = np.empty((8, tokens)), new_row(tokens), np.ones(tokens)
-        for lo in range(0, n, BLOCK):
+        for b, lo in enumerate(range(0, n, BLOCK)):
             hi = min(lo + BLOCK, n)
             if scale is not None:
-                if lo:
-                    scale.add(out.squares[lo - BLOCK : lo])
-                factor = scale.of(lo // BLOCK)
-            sums = np.zeros((hi - lo, tokens))
-            if lo:
-                sums = exact.product(ready.coefficient[lo:hi, :lo], torch.from_numpy(out.features[:lo])).numpy()
+                if b:
+                    scale.add(energy[b - 1], BLOCK)
+                factor = scale.of(b)
+            sums = np.zeros((hi - lo, tokens), np.int32)
             _block(
-                lo, sums, factor, base, ready.lower, ready.unit[:, 0], ready.sigma[:, 0], ready.step[:, 0], ready.step_k[:, 0],
-                ready.pair, ready.narrow, geometry.cos, geometry.sin, rows, guess, work, out.features, reading, *stream[:2], *row,
-                *stream[2:], self._table, self._shift, self._edges, self._bins, out.patterns, out.mean, out.sigma, out.residual,
-                out.forced, out.squares,
+                lo, n // 2, ready.far(b, features[:lo]), sums, ready.near[lo:hi], factor, base, ready.unit[:, 0], ready.sigma[:, 0],
+                ready.per_step, ready.most, ready.pair, ready.narrow, geometry.cos, geometry.sin, rows, guess, work, features, energy[b],
+                reading, *stream[:2], *row, *stream[2:], self._table, self._shift, self._edges, self._bins, out.patterns, out.mean,
+                out.sigma, out.residual, out.forced,
             )  # fmt: skip
         if scale is not None:
-            scale.add(out.squares[(n - 1) // BLOCK * BLOCK :])
+            scale.add(energy[-1], (n - 1) % BLOCK + 1)
         return out
 
 

@@ -55,7 +55,7 @@ def any_joint(
     n = 4 * pairs
     coefficient = np.tril(rng.integers(-COEFFICIENT_MAX, COEFFICIENT_MAX, (n, n)), -1)
     if extreme:
-        coefficient = np.tril(np.where(rng.random((n, n)) < 0.5, -COEFFICIENT_MAX, COEFFICIENT_MAX - 1), -1)
+        coefficient = np.tril(np.where(rng.random((n, n)) < 0.5, -COEFFICIENT_MAX, COEFFICIENT_MAX), -1)
     first = np.arange(n // 2, n, 2)
     coefficient[first + 1, first] = 0
     return JointLayer(
@@ -74,9 +74,9 @@ def any_joint(
 def test_means_one_by_one_equal_one_product(seed: int, pairs: int, tokens: int, extreme: bool) -> None:
     rng = np.random.default_rng(seed)
     ready = ready_of(any_joint(rng, pairs, extreme=extreme))
-    features = rng.integers(-FEATURE_MAX, FEATURE_MAX + 1, (4 * pairs, tokens)).astype(np.float64)
+    features = rng.integers(-FEATURE_MAX, FEATURE_MAX + 1, (4 * pairs, tokens)).astype(np.int8)
     if extreme:
-        features = np.where(features < 0, -float(FEATURE_MAX), float(FEATURE_MAX))
+        features = np.where(features < 0, -FEATURE_MAX, FEATURE_MAX).astype(np.int8)
     exactly = ready.lower.astype(np.int64) @ features.astype(np.int64)
     whole = exactly.astype(np.float64) * ready.unit + ready.bias
     means, n = Means(ready, tokens, ready.bias), 2 * pairs
@@ -103,7 +103,7 @@ def test_any_joint_model_round_trips_any_truth(
     joint = any_joint(rng, heads * half, history=history, scaled=seed % 3 > (1 if fmt.coarse else 0), narrow=fmt.coarse)
     loop = any_loop(rng, joint, rope_dim, fmt, heads)
     level = rng.integers(-60, 60, tokens) if joint.scale is not None else None
-    carry = Carry((rng.integers(-FEATURE_MAX, FEATURE_MAX, (4 * heads * half, tokens)).astype(np.float64),), level)
+    carry = Carry((rng.integers(-FEATURE_MAX, FEATURE_MAX, (4 * heads * half, tokens)).astype(np.int8),), level)
     shape = (heads, tokens, dim)
     guess: Any = tuple(
         torch.from_numpy((rng.standard_normal(shape) * 2.0 ** rng.uniform(-8, 8)).astype(np.float32)) for _ in range(2)
@@ -176,18 +176,18 @@ def test_an_outlier_steers_nothing_and_a_large_residual_is_clamped() -> None:
         truth = torch.zeros(1, 1, 6, dtype=torch.bfloat16), torch.full((1, 1, 6), value, dtype=torch.bfloat16)
         return loop.known(0, truth, guess, turn)[0].features[:6]
 
-    assert (features(0.5) == 128).all() and (features(reach * 2) == FEATURE_MAX).all()
+    assert (features(0.25) == 64).all() and (features(reach * 2) == FEATURE_MAX).all()
     assert (features(-reach * 3) == -FEATURE_MAX).all()
-    for value in (reach * 5, -3e38, math.inf, math.nan):
+    for value in (reach * 9, -3e38, math.inf, math.nan):
         assert (features(value) == 0).all()
 
 
 def test_absurd_sizes_are_refused() -> None:
     joint = any_joint(np.random.default_rng(0), 2)
     joint.check()
-    replace(joint, step=np.broadcast_to(np.int64(0), (1 << 24,))).check()
+    replace(joint, step=np.broadcast_to(np.int64(0), ((1 << 17) - 1,))).check()
     with pytest.raises(errors.InexactBackend, match="joint model"):
-        replace(joint, step=np.broadcast_to(np.int64(0), ((1 << 24) + 1,))).check()
+        replace(joint, step=np.broadcast_to(np.int64(0), (1 << 17,))).check()
 
 
 # ---------------------------------------------------------------- laws and fits against references
@@ -266,7 +266,7 @@ def test_fit_recovers_a_regression() -> None:
     own = joint.gain * 2.0 ** joint.gain_unit[:, None].astype(float) / 2.0 ** joint.step[None].astype(float)
     assert np.abs((own - gain) @ scale).max() < 0.03
     spread = f.std(1)
-    assert (spread / 2.0**joint.step > 256).all() and (spread / 2.0**joint.step <= 1024 * 1.01).all()
+    assert (spread / 2.0**joint.step > 7.9).all() and (spread / 2.0**joint.step <= 16 * 1.01).all()
 
 
 def test_fit_of_nothing_and_of_constants() -> None:

@@ -54,7 +54,7 @@ def spread(scale: TokenScale, sigma: np.ndarray, squares: np.ndarray) -> np.ndar
     for b, begin in enumerate(range(0, len(sigma), BLOCK)):
         rows = slice(begin, begin + BLOCK)
         out[rows] = sigma[rows] * scale.of(b)
-        scale.add(squares[rows])
+        scale.add(squares[rows].sum(0), len(squares[rows]))
     return out
 
 

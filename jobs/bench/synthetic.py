@@ -45,11 +45,11 @@ def joint_model(d_kv: int, rng: np.random.Generator, looks_back: int = 0) -> Joi
     coefficient = np.tril(rng.normal(0, 3000, (n, n)), -1).astype(np.int16)
     first = np.arange(n // 2, n, 2)
     coefficient[first + 1, first] = 0
-    # features are about 2**9 steps: all of them together move a mean by a fraction of sigma
-    unit = np.full(n, int(np.floor(np.log2(_SIGMA / 4 / (3000 * 512 * n**0.5)))))
+    # features are about 2**3 steps: all of them together move a mean by a fraction of sigma
+    unit = np.full(n, int(np.floor(np.log2(_SIGMA / 4 / (3000 * 8 * n**0.5)))))
     hidden = HIDDEN * d_kv
     return JointLayer(
-        step=np.full(n, int(np.floor(np.log2(_SIGMA))) - 9), coefficient=coefficient, unit=unit,
+        step=np.full(n, int(np.floor(np.log2(_SIGMA))) - 3), coefficient=coefficient, unit=unit,
         given=rng.integers(-128, 128, (n, looks_back * n)).astype(np.int8), given_unit=np.full(n, -20), bias=np.zeros(n, np.float32),
         sigma=np.full(n, _SIGMA, np.float32), inside=rng.uniform(-0.3, 0.3, n // 4).astype(np.float32),
         gain=rng.integers(-128, 128, (hidden, n)).astype(np.int8), gain_unit=np.full(hidden, -20),
