@@ -63,8 +63,8 @@ def _magnitude(coded: int, grid: int, t: Numbers) -> Any:
     ordinal = coded & ((np.int64(1) << (t.bits - 1)) - 1)
     one = np.int64(1) << t.mantissa
     over = ordinal - ((grid + t.mantissa - t.emin + 1) << t.mantissa)
-    shift = t.mantissa + grid - (t.emin - 1) - (ordinal >> t.mantissa)
-    linear = ((ordinal & (one - 1)) | one) >> np.int64(min(max(shift, 0), 62))
+    shift: Any = t.mantissa + grid - (t.emin - 1) - (ordinal >> t.mantissa)
+    linear = ((ordinal & (one - 1)) | one) >> min(max(shift, 0), 62)
     m = one + over if over >= 0 else linear
     return np.int64(t.limit) if ordinal >= t.first_nonfinite else m
 
