@@ -63,8 +63,9 @@ def check_round_trip(
 def test_round_trip_over_chunk_sizes(kind: str, name: str, chunk_tokens: int) -> None:
     w, count = world(kind), 6 if chunk_tokens == 1 else TOKENS
     ids = w.tokens(count, seed=2)
-    chunks = check_round_trip(w, w.profile("closed", name), ids, w.truth(ids, name), chunk_tokens)
-    assert not any(c.stats.escapes for c in chunks)
+    truth = w.truth(ids, name)
+    chunks = check_round_trip(w, w.profile("closed", name), ids, truth, chunk_tokens)
+    assert sum(c.stats.escapes for c in chunks) * 1000 <= sum(t.numel() for pair in truth for t in pair)
 
 
 @pytest.mark.parametrize(
