@@ -110,7 +110,7 @@ class Restoration:
             return
         first, end = self.span.layers
         task = self.prefix.task(self.decoder.predictor.new_state())
-        decoding = codec.decode_prefixes(self.decoder.predictor, self.decoder.profile, [task])
+        decoding = codec.decode_prefixes(self.decoder.predictor, self.decoder.profile, [task], keep=False)
         try:
             for number, (pair,) in zip(range(end), decoding, strict=False):
                 if number >= first:
