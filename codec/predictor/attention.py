@@ -97,14 +97,14 @@ def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
     qs = way.query_scale.view(kv_heads, groups, tokens, 1) * to_base_2
     visible = _Visible(way.parts, total, near, window)
     step = block_length(heads, total, window)
-    out = []
+    out = torch.empty(tokens, heads * dim, device=q.device)
     for begin in range(0, tokens, step):
         end = min(begin + step, tokens)
         parts, allowed = visible.block(first + begin, first + end)
         scale = qs[:, :, begin:end].reshape(kv_heads, -1, 1)
         o = way.block(begin, end, parts, scale, allowed).view(kv_heads, groups, end - begin, dim)
-        out.append(o.permute(2, 0, 1, 3).reshape(end - begin, heads * dim))
-    return torch.cat(out)
+        out[begin:end].view(-1, kv_heads, groups, dim).copy_(o.permute(2, 0, 1, 3))
+    return out
 
 
 class _Whole:

@@ -28,7 +28,7 @@ from codec.predictor.rope import cos_sin, rotate
 SMOOTH_LIMIT = 24  # a channel's smoothing scale is 2**-24 .. 2**24
 _HIDDEN_LIMIT = 1e30
 _FREQUENCY_LIMIT = 1024.0
-_ROWS_AT_ONCE = 512  # of what is wider than the state: an MLP's rows take more memory than the cache of their tokens
+_ROWS_AT_ONCE = 256  # of what is wider than the state: an MLP's rows take more memory than the cache of their tokens
 # With scales and norms below this, no projection of a normalised row leaves float32: 2**9 * 2**20 * 2**18 * 2**9 * 2**20.
 _NORMS = dict.fromkeys(("norm1", "norm2", "q_norm", "k_norm"), 2.0**20)
 _LIMITS = {"scale": 2.0**20, "bias": 2.0**60} | _NORMS
@@ -298,7 +298,7 @@ class DecoderRun:
         """
         w = self.p.layers[layer]
         if corrections is not None:
-            self.h = (self.h + torch.cat(list(corrections)) * self.rms).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
+            self.h = (self.h + _rows(corrections) * self.rms).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
             self.x = Inputs(self._norm(self.h, w.norm1)[0])
         self.h, seen = self.output(w, layer, kv)
         if self._keep:
@@ -308,16 +308,22 @@ class DecoderRun:
     def output(self, w: Layer, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Memory]]:
         """The state after a layer with weights w, float32 [R, hidden], and what its attention saw; the run stays as it is."""
         assert self.x is not None, "guess(layer) comes before advance(layer)"
-        q = self._turned(w.q(self.x), self.c.heads, w.q_norm)  # [H, R, D]
         seen: list[Memory] = []
         for number, (k, v) in enumerate(kv):
             new = self._before(layer, number, seen).then(self._integers(k, v, w))
             seen.append(new.with_far(self.c.window))
+        attended, h = self._attended(w, self.x, seen), torch.empty_like(self.h)
+        for begin in range(0, len(h), _ROWS_AT_ONCE):
+            rows = slice(begin, begin + _ROWS_AT_ONCE)
+            h[rows] = self._projected(w, layer, self.h[rows], attended[rows])
+        return h, seen
+
+    def _attended(self, w: Layer, x: Inputs, seen: Sequence[Memory]) -> Tensor:
+        """What attention gives: float32 [R, H * D]."""
+        q = self._turned(w.q(x), self.c.heads, w.q_norm)  # [H, R, D]
         parts = zip(q.split_with_sizes(self.lengths, 1), seen, self._begins, strict=True)
         window, step = self.c.window, w.value_step
-        attended = _rows([attend(part, s.seen(window_begin(begin, window)), step, window) for part, s, begin in parts])
-        blocks = [slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, max(len(self.h), 1), _ROWS_AT_ONCE)]
-        return _rows([self._projected(w, layer, self.h[block], attended[block]) for block in blocks]), seen
+        return _rows([attend(part, s.seen(window_begin(begin, window)), step, window) for part, s, begin in parts])
 
     def _before(self, layer: int, number: int, seen: Sequence[Memory]) -> Memory:
         """What a sequence's new tokens follow in this layer. seen: what the sequences before it have seen."""
@@ -386,6 +392,6 @@ class DecoderRun:
         return Seen(keys.to(torch.int16), scale, values.to(torch.int16))
 
 
-def _rows(parts: list[Tensor]) -> Tensor:
+def _rows(parts: Sequence[Tensor]) -> Tensor:
     """Rows one after the other; of one part nothing is copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
