@@ -22,7 +22,7 @@ from codec.predictor.base import Predictor, begins
 from codec.predictor.config import LIMBED, PredictorConfig
 from codec.predictor.far import centroids
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
-from codec.predictor.memory import Memory, Seen, window_begin
+from codec.predictor.memory import Memory, Seen, gathered, window_begin
 from codec.predictor.rope import cos_sin, rotate
 
 SMOOTH_LIMIT = 24  # a channel's smoothing scale is 2**-24 .. 2**24
@@ -352,7 +352,7 @@ class DecoderRun:
         if len(self.seen) < self.c.layers - 1:
             raise ValueError(f"Only {len(self.seen)} of {self.c.layers - 1} layers were advanced.")
         for i, (state, begin, n) in enumerate(zip(self.states, self._begins, self.lengths, strict=True)):
-            state.layers = [seen[i] for seen in self.seen[: self.c.layers - 1]]
+            state.layers = gathered([seen[i] for seen in self.seen[: self.c.layers - 1]])
             state.length = begin + n
 
     # ------------------------------------------------------------ parts

@@ -8,6 +8,7 @@ Shapes: J key-value heads, S tokens, D head dims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,7 +105,24 @@ class Memory:
         return joined(parts)
 
 
-def joined(parts: list[Seen] | tuple[Seen, ...]) -> Seen:
+def gathered(layers: Sequence[Memory]) -> list[Memory]:
+    """The same memories of a prefix, one a layer, with their last pieces side by side in one block.
+
+    A piece is made among the temporary arrays of its pass, and a few hundred small ones there would keep the allocator from giving
+    their room to the next pass.
+    """
+    last = [memory.pieces[-1] for memory in layers]
+    shape = last[0].keys.shape if last else (0,)
+    integers = torch.empty(len(last), 2, *shape, dtype=torch.int16, device=last[0].keys.device if last else None)
+    scales = torch.empty(len(last), *shape[:-1], 1, device=integers.device)
+    out = []
+    for memory, piece, both, scale in zip(layers, last, integers, scales, strict=True):
+        both[0], both[1], scale[:] = piece.keys, piece.values, piece.key_scale
+        out.append(replace(memory, pieces=(*memory.pieces[:-1], Seen(both[0], scale, both[1]))))
+    return out
+
+
+def joined(parts: Sequence[Seen]) -> Seen:
     """Tokens one after the other; of one part nothing is copied."""
     if len(parts) == 1:
         return parts[0]
