@@ -15,7 +15,7 @@ from codec.errors import PredictorError
 from codec.keys import content_id
 
 if TYPE_CHECKING:
-    from codec.predictor.decoder import PredictorState
+    from codec.predictor.memory import PredictorState
 
 
 class Shape(Protocol):

@@ -22,12 +22,13 @@ from codec.predictor.base import Predictor, begins
 from codec.predictor.config import LIMBED, PredictorConfig
 from codec.predictor.far import centroids
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
-from codec.predictor.memory import Memory, Seen, gathered, window_begin
+from codec.predictor.memory import Memory, PredictorState, Seen, gathered, window_begin
 from codec.predictor.rope import cos_sin, rotate
 
 SMOOTH_LIMIT = 24  # a channel's smoothing scale is 2**-24 .. 2**24
 _HIDDEN_LIMIT = 1e30
 _FREQUENCY_LIMIT = 1024.0
+_CHECKED_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 256  # of what is wider than the state: an MLP's rows take more memory than the cache of their tokens
 # With scales and norms below this, no projection of a normalised row leaves float32: 2**9 * 2**20 * 2**18 * 2**9 * 2**20.
 _NORMS = dict.fromkeys(("norm1", "norm2", "q_norm", "k_norm"), 2.0**20)
@@ -51,21 +52,6 @@ class Layer:
     smooth: Tensor | None  # float32 [H * D], powers of two by which attention's output is multiplied
     q_norm: Tensor | None = None  # float32 [D], of families that normalise heads
     k_norm: Tensor | None = None
-
-
-class PredictorState:
-    """What the predictor remembers of one prefix. The last layer needs no memory: nothing attends to it."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.layers: list[Memory] = []
-
-    def truncate(self, n: int) -> None:
-        """Forget all but the first n tokens."""
-        if not 0 <= n <= self.length:
-            raise ValueError(f"A state of {self.length} tokens cannot be cut to {n}.")
-        self.layers = [memory.first(n) for memory in self.layers]
-        self.length = n
 
 
 class DecoderPredictor(Predictor):
@@ -153,7 +139,7 @@ class DecoderPredictor(Predictor):
                 raise PredictorError(
                     f"The predictor's tensor '{name}' should have shape {shape} and a type of {self._dtypes(name)}; it has {found}."
                 )
-            if got.is_floating_point() and not bool(torch.isfinite(got.to(torch.float32)).all()):
+            if got.is_floating_point() and not _within(got, torch.finfo(torch.float32).max):
                 raise PredictorError(
                     f"The predictor's tensor '{name}' holds a NaN or an infinity; the file is corrupt."
                 )
@@ -191,7 +177,7 @@ class DecoderPredictor(Predictor):
                 limit = _LIMITS.get(name.rpartition(".")[2], _HIDDEN_LIMIT)
             else:
                 continue
-            if bool((tensor.to(torch.float64).abs() > limit).any()):
+            if not _within(tensor, limit):
                 raise PredictorError(
                     f"The predictor's tensor '{name}' holds a value beyond {limit:g}; it cannot be computed with."
                 )
@@ -390,6 +376,13 @@ class DecoderRun:
         keys, scale = exact.row_integers(k)
         values = torch.round(v / w.value_step).clamp(-exact.ROW_MAX, exact.ROW_MAX)
         return Seen(keys.to(torch.int16), scale, values.to(torch.int16))
+
+
+def _within(tensor: Tensor, limit: float) -> bool:
+    """Whether no value is beyond a limit or NaN; looked at in parts, as the whole in float64 would take several times its memory."""
+    values = tensor.reshape(-1)
+    parts = (values[at : at + _CHECKED_AT_ONCE] for at in range(0, len(values), _CHECKED_AT_ONCE))
+    return all(bool((part.to(torch.float64).abs() <= limit).all()) for part in parts)
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:

@@ -105,6 +105,21 @@ class Memory:
         return joined(parts)
 
 
+class PredictorState:
+    """What the predictor remembers of one prefix. The last layer needs no memory: nothing attends to it."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.layers: list[Memory] = []
+
+    def truncate(self, n: int) -> None:
+        """Forget all but the first n tokens."""
+        if not 0 <= n <= self.length:
+            raise ValueError(f"A state of {self.length} tokens cannot be cut to {n}.")
+        self.layers = [memory.first(n) for memory in self.layers]
+        self.length = n
+
+
 def gathered(layers: Sequence[Memory]) -> list[Memory]:
     """The same memories of a prefix, one a layer, with their last pieces side by side in one block.
 

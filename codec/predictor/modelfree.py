@@ -19,7 +19,7 @@ from torch import Tensor
 from codec.errors import PredictorError, UnsupportedArchitecture, UnsupportedFormat, UserError
 from codec.predictor.base import Predictor, begins
 from codec.predictor.config import LIMITS, MAX_CONTEXT, SUPPORTED, read_fields
-from codec.predictor.decoder import PredictorState
+from codec.predictor.memory import PredictorState
 from codec.predictor.rope import Frequencies, cos_sin, frequencies
 
 HISTORY = {"static": 0, "linear": 2}  # earlier layers that the joint model of a layer looks back to
