@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,9 +110,11 @@ def test_rungs_without_a_model_decode_any_chunk_alone(
     passes: list[int] = []
     run = codec.ModelFree.run
 
-    def counted(self: codec.ModelFree, states: list[codec.PredictorState], ids: list[torch.Tensor]) -> object:
+    def counted(
+        self: codec.ModelFree, states: list[codec.PredictorState], ids: list[torch.Tensor], **more: Any
+    ) -> object:
         passes.append(states[0].length)
-        return run(self, states, ids)
+        return run(self, states, ids, **more)
 
     monkeypatch.setattr(codec.ModelFree, "run", counted)
     (chunk,) = found.chunks(2, 3)
@@ -142,8 +145,8 @@ def test_ranges_of_layers_and_heads(kept: Kept, monkeypatch: pytest.MonkeyPatch)
     guessed: list[int] = []
     run = type(kept.predictor).run
 
-    def watched(*arguments: object) -> object:
-        passing = run(*arguments)  # type: ignore[arg-type]
+    def watched(*arguments: Any, **more: Any) -> object:
+        passing = run(*arguments, **more)
         guess = passing.guess
         monkeypatch.setattr(passing, "guess", lambda layer: guessed.append(layer) or guess(layer), raising=False)
         return passing
