@@ -43,12 +43,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--replicas", type=int, default=1, metavar="N", help="processes that decode (default: %(default)s)")
     add("--device", default="auto", choices=DEVICES, help="where predictors compute (default: cuda if Ray has GPUs)")
+    add("--concurrency", type=int, default=4, metavar="N", help="requests a replica works on (default: %(default)s)")
     add(
-        "--concurrency",
+        "--waiting",
         type=int,
-        default=4,
+        default=64,
         metavar="N",
-        help="requests a replica works on; more get 503 (default: %(default)s)",
+        help="requests of a replica that wait for their turn; more get 503 (default: %(default)s)",
+    )
+    add(
+        "--keep-decoded",
+        default="1GB",
+        metavar="SIZE",
+        help="decoded prefixes that a replica keeps for who asks for them next; 0: none (default: %(default)s)",
     )
     add("--max-body", type=int, default=8 << 20, metavar="BYTES", help="largest request (default: %(default)s)")
     add("--max-tokens", type=int, default=32_768, metavar="N", help="longest prompt (default: %(default)s)")

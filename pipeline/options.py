@@ -147,11 +147,11 @@ def read_salt(name: str | None, environment: Mapping[str, str] = os.environ) -> 
     return value.encode()
 
 
-def parse_bytes(text: str) -> int:
-    """A size such as 500000, 200MB, 1.5GiB or 2T. Raises UserError."""
+def parse_bytes(text: str, flag: str = "--max-store-bytes", least: int = 1) -> int:
+    """A size such as 500000, 200MB, 1.5GiB or 2T. Raises UserError, which names the flag."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip().lower())
-    if found is None or not (size := int(float(found[1]) * _SIZES[found[2] or ""])):
-        raise UserError(f"{text!r} of --max-store-bytes is no size; write 500MB, 20GiB or 2T")
+    if found is None or (size := int(float(found[1]) * _SIZES[found[2] or ""])) < least:
+        raise UserError(f"{text!r} of {flag} is no size; write 500MB, 20GiB or 2T")
     return size
 
 
