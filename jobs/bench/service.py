@@ -9,7 +9,8 @@ p50_seconds, p99_seconds   from a client's first try to the last byte, the times
 refused               answers 503: all places were taken
 unanswered            clients that were sent away, or had no answer, for two minutes
 wrong                 answers that were cut short or held other bits; `verified` is false if there are any, or unanswered ones
-memory                of the replicas: requests answered so far and bytes, at the start, after every hundred, and at the end
+memory                of the replicas, at the start, after every hundred requests, and at the end: requests answered so far, bytes, and
+                      own_bytes, without what other processes have mapped, too (Ray's object store, through which answers go)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Seen:
     unanswered: int = 0
     wrong: int = 0
     bytes: int = 0
-    memory: list[tuple[int, int]] = field(default_factory=list)  # requests answered so far, bytes of the replicas
+    memory: list[Reading] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +116,7 @@ def run(given: argparse.Namespace, note: Note) -> dict[str, Any]:
         "refused": seen.refused,
         "unanswered": seen.unanswered,
         "wrong": seen.wrong,
-        "memory": [{"requests": count, "bytes": size} for count, size in seen.memory],
+        "memory": [asdict(one) for one in seen.memory],
         "verified": seen.wrong == seen.unanswered == 0 and bool(times),
         "settings": {name: getattr(given, name) for name in ("model", "clients", "seconds", "replicas")}
         | {flag.replace("-", "_"): value for flag, value in _serve_flags(given).items()}
@@ -127,7 +128,7 @@ def run(given: argparse.Namespace, note: Note) -> dict[str, Any]:
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures for people."""
     s, m = result["settings"], result["machine"]
-    memory = [f"{one['bytes'] / 2**20:,.0f} ({one['requests']:,})" for one in result["memory"]]
+    memory = [f"{one['own_bytes'] / 2**20:,.0f} ({one['requests']:,})" for one in result["memory"]]
     latency = (
         f"p50 {result['p50_seconds']:.2f} s, p99 {result['p99_seconds']:.2f} s" if result["requests"] else "no answer"
     )
@@ -135,7 +136,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("clients", f"{s['clients']}, {s['prompts']} prompts of {s['bytes_a_prompt']:,} bytes on average"),
         ("answered", f"{result['requests']:,}, {result['requests_per_s']:.2f} a second, {result['wrong']} wrong"),
         ("latency", f"{latency}, {result['refused']:,} times sent away, {result['unanswered']:,} without an answer"),
-        ("memory", f"{', '.join(memory)} MiB (requests)"),
+        ("memory", f"{', '.join(memory)} MiB (after requests), without what is shared"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, load {m['load']}"),
     ]
 
@@ -213,13 +214,24 @@ def _healthy(port: int) -> bool:
         connection.close()
 
 
-def replica_bytes(pid: int) -> int:
-    """Memory that the replicas of the service hold now."""
-    total = 0
+@dataclass(frozen=True)
+class Reading:
+    """Memory of the replicas after so many answers: all of it, and without what they share with other processes (Ray's object store)."""
+
+    requests: int
+    bytes: int
+    own_bytes: int
+
+
+def read_memory(pid: int, requests: int) -> Reading:
+    """What the replicas of the service hold now."""
+    total = own = 0
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):  # one that has just ended
-            total += process.memory_info().rss if REPLICA in " ".join(process.cmdline()) else 0
-    return total
+            if REPLICA in " ".join(process.cmdline()):
+                found = process.memory_info()
+                total, own = total + found.rss, own + found.rss - found.shared
+    return Reading(requests, total, own)
 
 
 # ---------------------------------------------------------------- clients
@@ -283,12 +295,12 @@ def load(
                     seen.wrong += 1
 
     threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(given.clients)]
-    seen.memory.append((0, replica_bytes(pid)))
+    seen.memory.append(read_memory(pid, 0))
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         time.sleep(0.2)
-        if len(seen.seconds) >= seen.memory[-1][0] + READ_MEMORY:
-            seen.memory.append((len(seen.seconds), replica_bytes(pid)))
-    seen.memory.append((len(seen.seconds), replica_bytes(pid)))
+        if len(seen.seconds) >= seen.memory[-1].requests + READ_MEMORY:
+            seen.memory.append(read_memory(pid, len(seen.seconds)))
+    seen.memory.append(read_memory(pid, len(seen.seconds)))
     return seen, time.monotonic() - begin
