@@ -54,6 +54,7 @@ from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import Target, kv_shape, load_target, run_format
 from pipeline.target import context_length as context_length_of
+from pipeline.work import put_predictor, put_profile
 
 Note = Callable[[str], None]
 
@@ -254,10 +255,10 @@ def calibrate(
     rung = Rung(settings.predictor, settings.loop, settings.window)
     ranges = rung.ranges(target, prompts) if rung.calibrated else None
     predictor = rung.build(target, ranges, prompts)
-    store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+    put_predictor(store, predictor)
     fit = _calibrate_closed if settings.loop == "closed" else _calibrate_open
     profile = fit(settings, target, identity, predictor, prompts, note)
-    store.put_new(profile_path(profile.id), profile.to_bytes())
+    put_profile(store, profile)
     return predictor, profile
 
 
