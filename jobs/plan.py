@@ -92,9 +92,10 @@ def measured(given: argparse.Namespace, note: Any) -> tuple[Case, dict[str, Any]
     import torch
 
     from codec.errors import UserError
-    from jobs.bench.machine import available_cores, describe
+    from jobs.bench.machine import describe
     from jobs.bench.speeds import Wanted, measure
     from pipeline.model_source import resolve_cache_format, resolve_model
+    from pipeline.ray_runtime import available_cores
     from pipeline.reporting.frontier import from_files
 
     threads = given.threads or available_cores()

@@ -35,7 +35,7 @@ from codec.formats import number_format
 from codec.scales import CacheScales
 from jobs.arguments import add_cache, add_coder, add_loop
 from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
-from jobs.bench.machine import available_cores, describe, peak_rss_bytes
+from jobs.bench.machine import describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
 from pipeline.cache_scales import largest
 from pipeline.calibration import closed_sample
@@ -50,6 +50,7 @@ from pipeline.options import (
     scale_mode,
 )
 from pipeline.paths import blob_path, predictor_path, profile_path
+from pipeline.ray_runtime import available_cores
 from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import Target, kv_shape, load_target, run_format
