@@ -2,7 +2,7 @@
 
 Calibrates and encodes as `rate` does; then each evaluation prompt is restored and compared with the checksums of the target's cache:
 decoded as a whole, layer by layer, from blobs that are there, and over links, where later blobs arrive while earlier ones are decoded.
-A link is real: a server on the loopback address behind a token bucket. All are medians over prompts and repeats, in seconds a
+A link is real: a server process on the loopback address behind a token bucket. All are medians over prompts and repeats, in seconds a
 prompt; predictor and profile are loaded, as in a service.
 
 prefill_seconds   the target over the whole prompt in one pass
@@ -52,11 +52,11 @@ TOKENS, TRAIN, TEST, REPEATS = 2048, 4, 2, 3
 
 @dataclass(frozen=True)
 class Prompt:
-    """A stored prompt: what is asked for, its blobs by their paths, and what must come back, in hexadecimal."""
+    """A stored prompt: what is asked for, where its blobs are, and what must come back, in hexadecimal."""
 
     ids: np.ndarray[Any, np.dtype[np.int64]]
     match: Match
-    blobs: dict[str, bytes]
+    blobs: list[str]
     checksums: Sequence[str]
 
 
@@ -125,6 +125,7 @@ def measure(settings: Settings, folder: Path, note: Note, repeats: int) -> dict[
         _prompt(store, generation, stored, encoded.checksums[number * chunks : (number + 1) * chunks])
         for number, stored in enumerate(encoded.prompts)
     ]
+    (folder / RAW).write_bytes(bytes(raw))
     times, linked = Times(), LinkedStore(store)
     workshop = Workshop(linked)
     for number, prompt in enumerate(prompts):
@@ -135,13 +136,13 @@ def measure(settings: Settings, folder: Path, note: Note, repeats: int) -> dict[
         for _ in range(repeats):
             times.prefill.append(_prefill(target, test[number]))
             _decode(workshop, prompt, times)
-        objects = prompt.blobs | {RAW: bytes(raw)}
+        files = {path: folder / "store" / path for path in prompt.blobs} | {RAW: folder / RAW}
         for name, bandwidth in LINKS.items():
             note(f"restoring over {name}")
-            with Link(objects, bandwidth) as linked.link:
+            with Link(files, bandwidth, folder) as linked.link:
                 _over(linked.link, workshop, prompt, repeats, times, name)
             linked.link = None
-    stored = int(statistics.median(sum(map(len, prompt.blobs.values())) for prompt in prompts))
+    stored = int(statistics.median(prompt.match.stored_bytes for prompt in prompts))
     first = statistics.median(prompt.match.chunks[0].stored_bytes for prompt in prompts)
     decode = statistics.median(times.decode)
     return {
@@ -168,13 +169,13 @@ def _prompt(store: Store, generation: Generation, stored: StoredPrompt, sums: Se
     """What the index would say of a prompt that was encoded here."""
     keys = [bytes.fromhex(key) for key in stored.keys]
     paths = [blob_path(generation.target, generation.profile, key) for key in keys]
-    blobs = {path: store.get(path) for path in paths}
     chunks = []
     for number, (key, path) in enumerate(zip(keys, paths, strict=True)):
-        header = codec.read_header(blobs[path])
+        blob = store.get(path)
+        header = codec.read_header(blob)
         digest = checksums.chain(header.parent_digest, header.layer_checksums)
-        chunks.append(Chunk(key, number * generation.chunk_tokens, header.tokens, digest, len(blobs[path])))
-    return Prompt(np.array(stored.token_ids), Match(generation, tuple(chunks)), blobs, sums)
+        chunks.append(Chunk(key, number * generation.chunk_tokens, header.tokens, digest, len(blob)))
+    return Prompt(np.array(stored.token_ids), Match(generation, tuple(chunks)), paths, sums)
 
 
 def _prefill(target: Target, ids: Tensor) -> float:
