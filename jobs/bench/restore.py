@@ -3,12 +3,14 @@
 Calibrates and encodes as `rate` does; then each evaluation prompt is restored and compared with the checksums of the target's cache:
 decoded as a whole, layer by layer, from blobs that are there, and over links, where later blobs arrive while earlier ones are decoded.
 A link is real: a server process on the loopback address behind a token bucket. All are medians over prompts and repeats, in seconds a
-prompt; predictor and profile are loaded, as in a service.
+prompt; predictor and profile are loaded, as in a service. With one thread, seconds without a link are of processor time, so that
+processes beside it count less; compare them with those over links only on a machine that does nothing else.
 
 prefill_seconds   the target over the whole prompt in one pass
 decode_seconds    the blobs, already fetched, to K and V of all layers; first_layer_seconds: until the first of them
 links             by bandwidth: raw_seconds, to fetch the raw cache; restore_seconds, from asking for the first blob to the last layer;
-                  fetch_seconds, the blobs alone; reached_bits_per_s, what the machine made of the bandwidth with the raw cache
+                  busy_seconds, what of that was processor time; fetch_seconds, the blobs alone;
+                  reached_bits_per_s, what the machine made of the bandwidth with the raw cache
 worth_below_bits_per_s   over slower links than this restoring is sooner done than fetching the raw cache. Computed: all but the first
                   blob come while others are decoded
 verified          every chunk came back with the checksums taken before encoding, each time
@@ -69,6 +71,7 @@ class Times:
     first_layer: list[float] = field(default_factory=list)
     links: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     right: bool = True
+    clock: Callable[[], float] = time.perf_counter  # of what needs no link
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,22 +129,17 @@ def measure(settings: Settings, folder: Path, note: Note, repeats: int) -> dict[
         for number, stored in enumerate(encoded.prompts)
     ]
     (folder / RAW).write_bytes(bytes(raw))
-    times, linked = Times(), LinkedStore(store)
-    workshop = Workshop(linked)
+    times = Times(clock=time.process_time if settings.threads == 1 else time.perf_counter)
+    workshop = Workshop(LinkedStore(store))
+    note("timing")
+    _decode(
+        workshop, prompts[0], Times()
+    )  # loads the predictor; compiled loops are loaded or compiled at their first use
     for number, prompt in enumerate(prompts):
-        note(f"timing prompt {number + 1} of {len(test)}")
-        _decode(
-            workshop, prompt, Times()
-        )  # loads the predictor; compiled loops are loaded or compiled at their first use
         for _ in range(repeats):
-            times.prefill.append(_prefill(target, test[number]))
+            times.prefill.append(_prefill(target, test[number], times.clock))
             _decode(workshop, prompt, times)
-        files = {path: folder / "store" / path for path in prompt.blobs} | {RAW: folder / RAW}
-        for name, bandwidth in LINKS.items():
-            note(f"restoring over {name}")
-            with Link(files, bandwidth, folder) as linked.link:
-                _over(linked.link, workshop, prompt, repeats, times, name)
-            linked.link = None
+        _over_links(workshop, prompt, repeats, times, folder, note)
     stored = int(statistics.median(prompt.match.stored_bytes for prompt in prompts))
     first = statistics.median(prompt.match.chunks[0].stored_bytes for prompt in prompts)
     decode = statistics.median(times.decode)
@@ -178,45 +176,49 @@ def _prompt(store: Store, generation: Generation, stored: StoredPrompt, sums: Se
     return Prompt(np.array(stored.token_ids), Match(generation, tuple(chunks)), paths, sums)
 
 
-def _prefill(target: Target, ids: Tensor) -> float:
+def _prefill(target: Target, ids: Tensor, clock: Callable[[], float]) -> float:
     cache = target.new_cache()
-    begin = time.perf_counter()
+    begin = clock()
     target.prefill(cache, ids)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def _decode(workshop: Workshop, prompt: Prompt, times: Times) -> None:
     """A prompt's blobs, which are there, decoded together."""
     restored = workshop.open(prompt.ids, [prompt.match])
-    begin = time.perf_counter()
+    begin = times.clock()
     layers = []
     for number, pair in restored.layers():
         layers.append(pair)
         if not number:
-            times.first_layer.append(time.perf_counter() - begin)
-    times.decode.append(time.perf_counter() - begin)
+            times.first_layer.append(times.clock() - begin)
+    times.decode.append(times.clock() - begin)
     times.right &= _right(restored, layers, prompt)
 
 
-def _over(link: Link, workshop: Workshop, prompt: Prompt, repeats: int, times: Times, name: str) -> None:
-    """Over a link: the raw cache, the blobs alone, and a restored prefix; they take turns."""
-    found = times.links.setdefault(name, {"raw": [], "fetch": [], "restore": []})
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        link.get(RAW)
-        raw = time.perf_counter()
-        for path in prompt.blobs:
-            link.get(path)
-        fetched = time.perf_counter()
-        restored = workshop.open(prompt.ids, [prompt.match], decode=True)
-        layers = restored.load()
-        for side, seconds in (
-            ("raw", raw - begin),
-            ("fetch", fetched - raw),
-            ("restore", time.perf_counter() - fetched),
-        ):
-            found[side].append(seconds)
-        times.right &= _right(restored, layers, prompt)
+def _over_links(workshop: Workshop, prompt: Prompt, repeats: int, times: Times, folder: Path, note: Note) -> None:
+    """Over each link in its turn: the raw cache, the blobs alone, and a restored prefix."""
+    store = workshop.store
+    assert isinstance(store, LinkedStore)
+    files = {path: folder / "store" / path for path in prompt.blobs} | {RAW: folder / RAW}
+    for name, bandwidth in LINKS.items():
+        note(f"restoring over {name}")
+        found = times.links.setdefault(name, {"raw": [], "fetch": [], "restore": [], "busy": []})
+        with Link(files, bandwidth, folder) as store.link:
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                store.link.get(RAW)
+                raw = time.perf_counter()
+                for path in prompt.blobs:
+                    store.link.get(path)
+                fetched, idle = time.perf_counter(), time.process_time()
+                restored = workshop.open(prompt.ids, [prompt.match], decode=True)
+                layers = restored.load()
+                end, busy = time.perf_counter(), time.process_time()
+                for side, seconds in zip(found, (raw - begin, fetched - raw, end - fetched, busy - idle), strict=True):
+                    found[side].append(seconds)
+                times.right &= _right(restored, layers, prompt)
+        store.link = None
 
 
 def _right(restored: Restoration, layers: Layers, prompt: Prompt) -> bool:
