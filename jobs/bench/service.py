@@ -8,7 +8,8 @@ requests_per_s        caches that arrived whole
 p50_seconds, p99_seconds   from a client's first try to the last byte, the times that it was sent away included
 refused               answers 503: all places were taken
 unanswered            clients that were sent away, or had no answer, for two minutes
-wrong                 answers that were cut short or held other bits; `verified` is false if there are any, or unanswered ones
+cut                   answers that ended early, as those over the service's deadline do
+wrong                 whole answers that held other bits; `verified` is false if there are any, cut or unanswered ones
 memory                of the replicas, at the start, after every hundred requests, and at the end: requests answered so far, bytes, and
                       own_bytes, without what other processes have mapped, too (Ray's object store, through which answers go)
 """
@@ -74,6 +75,7 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
     unanswered: int = 0
+    cut: int = 0
     wrong: int = 0
     bytes: int = 0
     memory: list[Reading] = field(default_factory=list)
@@ -115,9 +117,10 @@ def run(given: argparse.Namespace, note: Note) -> dict[str, Any]:
         "bytes_per_s": seen.bytes / seconds,
         "refused": seen.refused,
         "unanswered": seen.unanswered,
+        "cut": seen.cut,
         "wrong": seen.wrong,
         "memory": [asdict(one) for one in seen.memory],
-        "verified": seen.wrong == seen.unanswered == 0 and bool(times),
+        "verified": seen.wrong == seen.cut == seen.unanswered == 0 and bool(times),
         "settings": {name: getattr(given, name) for name in ("model", "clients", "seconds", "replicas")}
         | {flag.replace("-", "_"): value for flag, value in _serve_flags(given).items()}
         | {"prompts": len(wanted), "bytes_a_prompt": int(statistics.mean(sizes))},
@@ -134,7 +137,10 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     )
     return [
         ("clients", f"{s['clients']}, {s['prompts']} prompts of {s['bytes_a_prompt']:,} bytes on average"),
-        ("answered", f"{result['requests']:,}, {result['requests_per_s']:.2f} a second, {result['wrong']} wrong"),
+        (
+            "answered",
+            f"{result['requests']:,}, {result['requests_per_s']:.2f} a second, {result['wrong']} wrong, {result['cut']} cut",
+        ),
         ("latency", f"{latency}, {result['refused']:,} times sent away, {result['unanswered']:,} without an answer"),
         ("memory", f"{', '.join(memory)} MiB (after requests), without what is shared"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, load {m['load']}"),
@@ -291,6 +297,8 @@ def load(
                     seen.seconds.append(time.monotonic() - start)
                 elif status == 503:
                     seen.unanswered += 1
+                elif status == 0:
+                    seen.cut += 1
                 else:
                     seen.wrong += 1
 

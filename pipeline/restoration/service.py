@@ -45,7 +45,8 @@ MEDIA_TYPE = "application/octet-stream"
 class Limits:
     """What one replica takes on. waiting: requests that wait for a place, in the order in which they came.
 
-    deadline: seconds for a request, from its arrival to its last byte. keep_bytes: of decoded prefixes that stay for who asks next.
+    deadline: seconds for a request, from its arrival to its last byte; at most half of them may go by before it has a place.
+    keep_bytes: of decoded prefixes that stay for who asks next.
     """
 
     concurrency: int = 4
@@ -162,7 +163,8 @@ class Service:
             raise Refused(503, "all places are taken; try again", retry_after=str(RETRY_SECONDS))
         self.waiting += 1
         try:
-            async with asyncio.timeout(self._limits.deadline):
+            # What begins with little time left would be cut, and was decoded for nothing.
+            async with asyncio.timeout(self._limits.deadline / 2):
                 await self._places.acquire()
         except TimeoutError:
             raise Refused(503, "no place became free in time; try again", retry_after=str(RETRY_SECONDS)) from None
