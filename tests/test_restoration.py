@@ -176,10 +176,10 @@ def test_decoding_while_blobs_arrive_gives_the_same_bits(kept: Kept, monkeypatch
             assert begun.wait(60)  # it comes only after decoding has begun
         return real_get(path, **given)
 
-    def decode(predictor: codec.Predictor, profile: codec.Profile, tasks: list[codec.PrefixTask]) -> Iterator[Any]:
+    def decode(predictor: Any, profile: Any, tasks: list[codec.PrefixTask], **more: Any) -> Iterator[Any]:
         decoded.append(sum(len(task.blobs) for task in tasks))
         begun.set()
-        return real_decode(predictor, profile, tasks)
+        return real_decode(predictor, profile, tasks, **more)
 
     monkeypatch.setattr(kept.store, "get", get)
     monkeypatch.setattr(codec, "decode_prefixes", decode)
