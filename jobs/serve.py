@@ -23,7 +23,7 @@ from jobs.arguments import add_log
 from jobs.configuration import Given
 from jobs.exits import run_job
 from jobs.notes import Notes
-from pipeline.options import CACHE_FORMATS, DEVICES
+from pipeline.options import CACHE_FORMATS, DEFAULT_KEEP, DEVICES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--keep-decoded",
-        default="1GB",
+        default=DEFAULT_KEEP,
         metavar="SIZE",
         help="decoded prefixes that a replica keeps for who asks for them next; 0: none (default: %(default)s)",
     )

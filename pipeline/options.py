@@ -23,6 +23,7 @@ CACHE_FORMATS = tuple(FORMATS)
 FP8_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.coarse)
 FP8_SCALES = SCALE_MODES
 DEFAULT_FP8_SCALE = "tensor"
+DEFAULT_KEEP = "1GB"  # of decoded prefixes, by a replica of the service
 DEVICES = ("auto", "cpu", "cuda")
 MAX_CHUNK_TOKENS = 65_536
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

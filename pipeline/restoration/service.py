@@ -55,7 +55,7 @@ class Limits:
     tokens: int = 32_768
     deadline: float = 300.0
     refresh_seconds: float = 10.0
-    keep_bytes: int = 1 << 30
+    keep_bytes: int = 10**9
 
 
 class Board(Protocol):

@@ -19,14 +19,13 @@ import torch
 from codec.errors import UserError
 from pipeline import ray_runtime
 from pipeline.model_source import load_tokenizer, resolve_model
-from pipeline.options import CACHE_FORMATS, DEVICES, parse_bytes, read_salt
+from pipeline.options import CACHE_FORMATS, DEFAULT_KEEP, DEVICES, parse_bytes, read_salt
 from pipeline.restoration.restorer import LOADED, Restorer
 from pipeline.restoration.service import Limits, Service
 from pipeline.restoration.targets import find_target, is_known_name
 from pipeline.store import Store
 
 NAME = "kv-restore"
-DEFAULT_KEEP = "1GB"
 QUEUED = 64  # requests that the proxy holds when replicas answer nothing; they refuse by themselves when they are full
 START_SECONDS = 600.0
 
