@@ -2,8 +2,7 @@
 
 Lengths and windows: one prompt of each length, encoded and decoded chunk by chunk, each in a process of its own, after one chunk to
 warm up; speeds are medians of its repeats. Memory is the peak over what was held before (model, predictor and profile loaded).
-A rung is calibrated anew for each window, on prompts of --train-tokens. Actors: the real job on an embedded Ray, nothing verified, on as
-many cores as it has actors.
+A rung is calibrated anew for each window, on prompts of --train-tokens. Actors: the real job on an embedded Ray, nothing verified.
 
 lengths         by window and tokens: encode_tokens_per_s, decode_tokens_per_s, target_tokens_per_s, raw_bytes, and
                 encode_memory, decode_memory: the peak over the raw cache's bytes. Encoding's peak holds the target's own cache, too
@@ -23,8 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -218,20 +216,6 @@ def _keeps(points: dict[str, Any]) -> float:
     return float(points[longest]["decode_tokens_per_s"] / points[near]["decode_tokens_per_s"])
 
 
-@contextmanager
-def _cores(count: int) -> Iterator[None]:
-    """Let what is started have so many cores, one an actor; all there are where the system cannot say so."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:count])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def _actors(settings: Settings, folder: Path, note: Note) -> dict[str, dict[str, float]]:
     """The job's speed by number of actors; a first run calibrates, and each has a salt of its own, so that all of them encode all."""
     out = {}
@@ -249,8 +233,7 @@ def _actors(settings: Settings, folder: Path, note: Note) -> dict[str, dict[str,
             line += [flag, value] if value else []
         begin = time.perf_counter()
         environment = os.environ | {"KV_BENCH_SALT": f"scaling with {number}"}
-        with _cores(number or 1):
-            done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise DataError(f"the job failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
         speed = json.loads(report.read_text(encoding="utf-8"))["tokens_per_s"]
