@@ -10,8 +10,8 @@ import torch
 
 import codec
 from codec.errors import ChunkFailed
-from pipeline.restoration.prefix import Prefix
-from pipeline.restoration.restorer import Pair, Restoration
+from pipeline.restoration.prefix import Pair, Prefix
+from pipeline.restoration.restorer import Restoration
 from pipeline.restoration.span import bits
 
 
