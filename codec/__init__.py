@@ -46,7 +46,7 @@ from codec.predictor import (
     fit_predictor,
     measure_ranges,
 )
-from codec.prefix import PrefixTask, decode_prefixes, fork
+from codec.prefix import PrefixTask, decode_prefixes
 from codec.profile import Profile
 from codec.promise import promised_spread
 from codec.scales import CacheScales
@@ -89,7 +89,6 @@ __all__ = [
     "encode_batch",
     "fit_layers",
     "fit_predictor",
-    "fork",
     "freeze",
     "freeze_closed",
     "measure",

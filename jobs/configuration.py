@@ -81,7 +81,7 @@ def read_options(
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     names = {name: dest for name, dest in _options(parser).items() if PREFIX + name.upper() in environment}
     with _nothing_required(parser):
-        flags = vars(parser.parse_args(arguments))
+        flags = _given(parser, arguments)
         file = f"config {flags.get('config')}"
         config = read_config(flags["config"], parser) if "config" in flags else {}
         variables = {dest: environment[PREFIX + name.upper()] for name, dest in names.items()}
@@ -184,22 +184,23 @@ def _words(action: argparse.Action, value: Any, where: str) -> list[str]:
     return [f"{flag}={item}" for item in values]
 
 
+def _given(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """What was given and nothing else: argparse sets no default where there is a value, and no flag's value is None."""
+    blank = argparse.Namespace(**{action.dest: None for action in parser._actions})
+    return {name: value for name, value in vars(parser.parse_args(arguments, blank)).items() if value is not None}
+
+
 @contextmanager
 def _nothing_required(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """A parser that gives what was given and nothing else."""
-    actions = [(action, action.default, action.required) for action in parser._actions]
-    groups = [(group, group.required) for group in parser._mutually_exclusive_groups]
-    for action, _, _ in actions:
-        action.default, action.required = argparse.SUPPRESS, False
-    for group, _ in groups:
-        group.required = False
+    """A parser that misses nothing."""
+    required = [one for one in (*parser._actions, *parser._mutually_exclusive_groups) if one.required]
+    for one in required:
+        one.required = False
     try:
         yield
     finally:
-        for action, default, required in actions:
-            action.default, action.required = default, required
-        for group, required in groups:
-            group.required = required
+        for one in required:
+            one.required = True
 
 
 @contextmanager

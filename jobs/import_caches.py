@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.exits import exit_status
+from jobs.arguments import add_log
+from jobs.exits import run_job
+from jobs.notes import Notes
 from pipeline.options import DEFAULT_PREDICTOR, PREDICTORS, Options
 
 
@@ -37,18 +39,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--threads", type=int, default=1, metavar="N", help="threads (default: %(default)s)")
     add("--delete", action="store_true", help="delete files of which all is stored")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, store the caches, and turn errors into one sentence and an exit status."""
-    given = parser().parse_args(arguments)
+    """Read the options, store the caches, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; what is stored is complete, run the job again to go on"
-    return exit_status(lambda: store(given), debug=given.debug, interrupted=stopped)
+    return run_job(
+        parser(), arguments, lambda given: store(given.namespace, Notes(given, "import")), interrupted=stopped
+    )
 
 
-def store(given: argparse.Namespace) -> int:
+def store(given: argparse.Namespace, notes: Console) -> int:
     """Store what is in the spool, and say what became of it."""
     from codec.errors import UserError
     from pipeline.engines.given import Given, store_caches
@@ -60,7 +63,7 @@ def store(given: argparse.Namespace) -> int:
     from pipeline.target import check_device
     from pipeline.work import Device
 
-    notes, result = Console(stderr=True), Console()
+    result = Console()
     for name in ("threads", "chunk_tokens"):
         if getattr(given, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(given, name)} must be at least 1")

@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import bandwidth
-from jobs.exits import exit_status
+from jobs.arguments import add_log, bandwidth
+from jobs.exits import run_job
+from jobs.notes import Notes
 from pipeline.economics import BY, PREFILL, Case, Terms, best, break_even, weigh
 from pipeline.options import PREDICTORS
 
@@ -52,17 +53,16 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, metavar="N", help="torch threads (default: all cores)")
     add("--out", metavar="FILE.html", help="also draw it as a page")
     add("--json", action="store_true", help="print one JSON object on the last line instead of a table")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, measure, and turn errors into one sentence and an exit status."""
-    given = parser().parse_args(arguments)
-    return exit_status(lambda: plan(given), debug=given.debug)
+    """Read the options, measure, and turn errors into one sentence and an exit status."""
+    return run_job(parser(), arguments, lambda given: plan(given.namespace, Notes(given, "plan")))
 
 
-def plan(given: argparse.Namespace) -> int:
+def plan(given: argparse.Namespace, notes: Console) -> int:
     """Measure, weigh, show."""
     from pipeline.options import check_file
     from pipeline.report import say, show_rows, write_file
@@ -72,7 +72,7 @@ def plan(given: argparse.Namespace) -> int:
     terms.check()
     if given.out is not None:
         check_file("--out", given.out)
-    notes, result = Console(stderr=True), Console()
+    result = Console()
     case, about = measured(given, lambda text: say(notes, text))
     ways = weigh(case, terms)
     meets = {way.name: break_even(case, terms, way.name) for way in ways if way.name != PREFILL}
@@ -92,9 +92,10 @@ def measured(given: argparse.Namespace, note: Any) -> tuple[Case, dict[str, Any]
     import torch
 
     from codec.errors import UserError
-    from jobs.bench.machine import available_cores, describe
+    from jobs.bench.machine import describe
     from jobs.bench.speeds import Wanted, measure
     from pipeline.model_source import resolve_cache_format, resolve_model
+    from pipeline.ray_runtime import available_cores
     from pipeline.reporting.frontier import from_files
 
     threads = given.threads or available_cores()

@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import add_store
-from jobs.exits import exit_status
+from jobs.arguments import add_log, add_store
+from jobs.exits import run_job
+from jobs.notes import Notes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,17 +32,16 @@ def parser() -> argparse.ArgumentParser:
     add("--out", required=True, metavar="FILE.html", help="the page; what is there is replaced")
     text = "what jobs/benchmark.py rate --json or restore --json printed, for the ladder; may be repeated"
     add("--benchmark", action="append", default=[], metavar="FILE.json", help=text)
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, write the page, and turn errors into one sentence and an exit status."""
-    given = parser().parse_args(arguments)
-    return exit_status(lambda: write(given), debug=given.debug)
+    """Read the options, write the page, and turn errors into one sentence and an exit status."""
+    return run_job(parser(), arguments, lambda given: write(given.namespace, Notes(given, "report")))
 
 
-def write(given: argparse.Namespace) -> int:
+def write(given: argparse.Namespace, notes: Console) -> int:
     """Gather, draw, write."""
     from pipeline.options import check_file
     from pipeline.report import say, write_file
@@ -50,7 +50,6 @@ def write(given: argparse.Namespace) -> int:
     from pipeline.reporting.page import render
     from pipeline.store import Store
 
-    notes = Console(stderr=True)
     check_file("--out", given.out)
     measured = from_files(given.benchmark)
     facts = gather(Store.open(given.store, create=False), lambda text: say(notes, text))

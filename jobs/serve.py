@@ -18,11 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
-
 from codec.errors import UserError
-from jobs.exits import exit_status
-from pipeline.options import CACHE_FORMATS, DEVICES
+from jobs.arguments import add_log
+from jobs.configuration import Given
+from jobs.exits import run_job
+from jobs.notes import Notes
+from pipeline.options import CACHE_FORMATS, DEFAULT_KEEP, DEVICES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,12 +44,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--replicas", type=int, default=1, metavar="N", help="processes that decode (default: %(default)s)")
     add("--device", default="auto", choices=DEVICES, help="where predictors compute (default: cuda if Ray has GPUs)")
+    add("--concurrency", type=int, default=4, metavar="N", help="requests a replica works on (default: %(default)s)")
     add(
-        "--concurrency",
+        "--waiting",
         type=int,
-        default=4,
+        default=64,
         metavar="N",
-        help="requests a replica works on; more get 503 (default: %(default)s)",
+        help="requests of a replica that wait for their turn; more get 503 (default: %(default)s)",
+    )
+    add(
+        "--keep-decoded",
+        default=DEFAULT_KEEP,
+        metavar="SIZE",
+        help="decoded prefixes that a replica keeps for who asks for them next; 0: none (default: %(default)s)",
     )
     add("--max-body", type=int, default=8 << 20, metavar="BYTES", help="largest request (default: %(default)s)")
     add("--max-tokens", type=int, default=32_768, metavar="N", help="longest prompt (default: %(default)s)")
@@ -61,18 +69,16 @@ def parser() -> argparse.ArgumentParser:
         help="seconds after which the index is looked at again (default: %(default)g)",
     )
     add("--shared-fs", action="store_true", help="a local store path is the same file system on every node")
-    add("--debug", action="store_true", help="show tracebacks")
+    add_log(p)
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, serve, and turn errors into one sentence and an exit status."""
-    given = vars(parser().parse_args(arguments))
-    debug = given.pop("debug")
-    return exit_status(lambda: serve(given), debug=debug)
+    """Read the options, serve, and turn errors into one sentence and an exit status."""
+    return run_job(parser(), arguments, serve)
 
 
-def serve(given: dict[str, object]) -> int:
+def serve(given: Given) -> int:
     """Serve until a signal comes."""
     try:
         from pipeline.restoration.serving import ServeOptions, served  # takes seconds
@@ -80,11 +86,11 @@ def serve(given: dict[str, object]) -> int:
         raise UserError(f"serving needs Ray Serve ({error}); install ray[serve]") from error
 
     ended = threading.Event()
-    console = Console(stderr=True)
-    with served(ServeOptions(**given)) as address:  # type: ignore[arg-type]
+    notes = Notes(given, "serve")
+    with served(ServeOptions(**given.without("log_json"))) as address:
         for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own, which abort
             signal.signal(number, lambda *_: ended.set())
-        console.print(f"serving on {address}", highlight=False, soft_wrap=True)
+        notes.event(f"serving on {address}")
         while not ended.wait(0.5):
             pass
     return 0

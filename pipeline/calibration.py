@@ -23,13 +23,13 @@ from codec.errors import DataError
 from codec.formats import number_format
 from codec.profile import PROFILE_VERSION
 from pipeline.model_source import localise
-from pipeline.paths import predictor_path, profile_config_path, profile_path
+from pipeline.paths import profile_config_path
 from pipeline.plan import Prompt
 from pipeline.prompts import PromptReader
 from pipeline.rung import LIMB_PROMPTS
 from pipeline.store import ObjectMissing
 from pipeline.target import Target, load_target, run_format
-from pipeline.work import Device, Job, PromptRef, load_predictor, load_profile
+from pipeline.work import Device, Job, PromptRef, load_predictor, load_profile, put_predictor, put_profile
 
 SAMPLE_PROMPTS = 12
 SAMPLE_TOKENS = 1024  # measured at most, a prompt
@@ -137,8 +137,7 @@ class Calibrator:
     def build(self, ranges: codec.Ranges | None, samples: Sequence[Sample]) -> bytes:
         """Build the predictor from the target, put it into the store, return its fingerprint."""
         predictor = self._job.rung.build(self._loaded(), ranges, self._tokens(samples))
-        self._job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
-        return predictor.fingerprint
+        return put_predictor(self._job.store, predictor)
 
     def _tokens(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         refs = [sample.prompt for sample in samples]
@@ -212,7 +211,7 @@ class Calibrator:
             scales=job.cache_scales,
             coder=job.coder,
         )
-        return self._put(profile)
+        return put_profile(self._job.store, profile)
 
     def _closing(self) -> codec.ClosedCalibration:
         if self._closed is None:
@@ -231,11 +230,7 @@ class Calibrator:
             scales=job.cache_scales,
             coder=job.coder,
         )
-        return self._put(profile)
-
-    def _put(self, profile: codec.Profile) -> bytes:
-        self._job.store.put_new(profile_path(profile.id), profile.to_bytes())
-        return profile.id
+        return put_profile(self._job.store, profile)
 
     def _ready(self) -> codec.Predictor:
         if self._predictor is None:

@@ -4,7 +4,8 @@
     raw       the cache as it is comes over the link             raw bytes over the bandwidth
     a rung    its blobs come over the link and are decoded       their bytes over the bandwidth, and the seconds of decoding
 
-Fetching and decoding are added up, as jobs/benchmark.py restore measures them: blobs are checked as a whole before the first is decoded.
+Fetching and decoding are added up, as for whoever wants a prefix's length first: then all blobs are checked before one is decoded. Where
+blobs are decoded while they come (pipeline/restoration/arriving.py), it takes less.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ CACHE_FORMATS = tuple(FORMATS)
 FP8_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.coarse)
 FP8_SCALES = SCALE_MODES
 DEFAULT_FP8_SCALE = "tensor"
+DEFAULT_KEEP = "1GB"  # of decoded prefixes, by a replica of the service
 DEVICES = ("auto", "cpu", "cuda")
 MAX_CHUNK_TOKENS = 65_536
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -147,11 +148,11 @@ def read_salt(name: str | None, environment: Mapping[str, str] = os.environ) -> 
     return value.encode()
 
 
-def parse_bytes(text: str) -> int:
-    """A size such as 500000, 200MB, 1.5GiB or 2T. Raises UserError."""
+def parse_bytes(text: str, flag: str = "--max-store-bytes", least: int = 1) -> int:
+    """A size such as 500000, 200MB, 1.5GiB or 2T. Raises UserError, which names the flag."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip().lower())
-    if found is None or not (size := int(float(found[1]) * _SIZES[found[2] or ""])):
-        raise UserError(f"{text!r} of --max-store-bytes is no size; write 500MB, 20GiB or 2T")
+    if found is None or (size := int(float(found[1]) * _SIZES[found[2] or ""])) < least:
+        raise UserError(f"{text!r} of {flag} is no size; write 500MB, 20GiB or 2T")
     return size
 
 

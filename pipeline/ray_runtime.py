@@ -24,13 +24,14 @@ _UDF_NOTE = "\nFailed to apply UDF transform"  # Ray Data appends this to the me
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the job runs on."""
+    """What the job runs on. cores: processors behind the CPUs, where Ray was told of more than there are."""
 
     nodes: int
     cpus: float
     gpus: float
     memory: float  # bytes
     embedded: bool
+    cores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def connected(actors: int | None) -> Iterator[Cluster]:
         _quieten()
         total = ray.cluster_resources()
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-        yield Cluster(nodes, total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0), embedded)
+        cores = available_cores() if embedded else None
+        yield Cluster(nodes, total.get("CPU", 0), total.get("GPU", 0), total.get("memory", 0), embedded, cores)
     finally:
         if started_here:
             ray.shutdown()
@@ -92,11 +94,16 @@ def _without_ray_noise() -> Iterator[None]:
         os.close(nowhere)
 
 
+def available_cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _init(ray: Any, embedded: bool, actors: int | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if embedded:
         # More logical CPUs than cores: if the actors took every slot, the stages that feed them could never run.
-        cpus = max(os.cpu_count() or 1, 2 * (actors or 1)) + IO_SLOTS
+        cpus = max(available_cores(), 2 * (actors or 1)) + IO_SLOTS
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -173,7 +180,8 @@ def divide(
             f"and {cpus} are free; pass a smaller number"
         )
     encoders = max(1, min(actors or most, groups))
-    share = max(1, cpus // (encoders * pools))
+    # An actor has a thread for each CPU of its share: more threads than cores would only take turns.
+    share = max(1, min(cpus, cluster.cores or cpus) // (encoders * pools))
     return Pools(encoders, share, 0.0, encoders if verify else 0, share, 0.0)
 
 

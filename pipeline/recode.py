@@ -15,12 +15,12 @@ from pipeline.calibration import find_profile, offer_profile
 from pipeline.catalogue import Generation, Row, read_generation, stored_prompts
 from pipeline.model_source import ModelSource, weight_files
 from pipeline.options import CODERS, Options
-from pipeline.paths import predictor_path, profile_path
+from pipeline.paths import predictor_path
 from pipeline.plan import Admitted, Prompt
 from pipeline.prepare import Prepared
 from pipeline.replaced import Replaced
 from pipeline.store import Store
-from pipeline.work import Decoded, Job, load_predictor, load_profile
+from pipeline.work import Decoded, Job, load_predictor, load_profile, put_profile
 
 
 def prepare_recode(
@@ -101,8 +101,7 @@ def _with_coder(job: Job, coder: str) -> Job:
     """The job under the same calibration for another coder. A dry run, too, puts the profile there: it is small, and used by nothing."""
     profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
     made = codec.with_coder(load_predictor(job.store, job.predictor, "cpu"), profile, coder)
-    job.store.put_new(profile_path(made.id), made.to_bytes())
-    return offer_profile(replace(job, coder=coder), made.id)
+    return offer_profile(replace(job, coder=coder), put_profile(job.store, made))
 
 
 def read_again(store: Store, gen: Generation) -> Generation:

@@ -255,6 +255,18 @@ def predictor_config(store: Store, fingerprint: bytes) -> dict[str, object]:
         raise DataError(f"the predictor {store.uri}/{path} does not say what it is ({error!s:.100})") from None
 
 
+def put_predictor(store: Store, predictor: codec.Predictor) -> bytes:
+    """Put a predictor into the store, unless it is there; its fingerprint. Raises StorageError."""
+    store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+    return predictor.fingerprint
+
+
+def put_profile(store: Store, profile: codec.Profile) -> bytes:
+    """Put a profile into the store, unless it is there; its id. Raises StorageError."""
+    store.put_new(profile_path(profile.id), profile.to_bytes())
+    return profile.id
+
+
 def load_predictor(store: Store, fingerprint: bytes, device: str) -> codec.Predictor:
     """Read a predictor from the store and check that it is the one asked for.
 

@@ -80,16 +80,16 @@ def test_what_waits_is_decoded_together_and_each_gets_its_own(held: Held, kept: 
         if "layers" in one:
             truth = [(k[1:2], v[1:2]) for k, v in truth[1:2]]
         assert same(pairs(feed), truth)
-    assert [len(group) for group in held.groups] == [1, len(asked)]
+    assert [len(group) for group in held.groups] == [1, 3]  # c is being decoded, and a is asked for twice
 
 
 def test_a_batch_has_a_limit_and_those_that_left_are_not_decoded(held: Held, kept: Kept) -> None:
-    asked = [{"id": name} for name in "abad"]
-    feeds = behind_one(held, kept, Batcher(1, tokens=len(PROMPTS["a"]) + len(PROMPTS["b"])), asked)
+    feeds = behind_one(held, kept, Batcher(1, tokens=len(PROMPTS["a"])), [{"id": name} for name in "abd"])
     feeds[1].close()
-    for feed, one in ((feeds[0], "a"), (feeds[2], "a"), (feeds[3], "d")):
+    for feed, one in ((feeds[0], "a"), (feeds[2], "d")):
         assert same(pairs(feed), kept.truth(PROMPTS[one]))
-    assert sum(map(len, held.groups)) in (4, 5)  # b may have been begun before it was closed
+    assert all(len(group) == 1 for group in held.groups)
+    assert len(held.groups) in (3, 4)  # b may have been begun before it was closed
 
 
 def test_a_chunk_that_fails_ends_only_those_that_hold_it(held: Held, kept: Kept) -> None:
@@ -101,6 +101,39 @@ def test_a_chunk_that_fails_ends_only_those_that_hold_it(held: Held, kept: Kept)
         found = list(feed.layers())
         assert [number for number, _ in found] == [0, 1, 2]
         assert same([pair for _, pair in found], kept.truth(PROMPTS[name]))
+
+
+def test_a_prefix_that_is_being_decoded_is_decoded_for_who_comes_later_too(kept: Kept, held: Held) -> None:
+    decoding, restorer = Batcher(2), Restorer(kept.store, kept.job.target.hex())
+    part = decoding.ask(restorer.restore(PROMPTS["a"], layers=(0, 2)))
+    assert held.begun.wait(60)
+    later = decoding.ask(restorer.restore(PROMPTS["a"], layers=(1, 2), heads=(1, 2)))
+    longer = decoding.ask(restorer.restore(PROMPTS["a"]))  # has to be decoded by itself
+    held.go.set()
+    truth = kept.truth(PROMPTS["a"])
+    assert same(pairs(part), truth[:2]) and same(pairs(longer), truth)
+    assert same(pairs(later), [(k[1:2], v[1:2]) for k, v in truth[1:2]])
+    assert len(held.groups) == 2
+
+
+def test_what_was_decoded_is_kept_up_to_a_limit(kept: Kept, held: Held) -> None:
+    held.go.set()
+    sizes = {name: sum(t.nbytes for pair in kept.truth(ids) for t in pair) for name, ids in PROMPTS.items()}
+    decoding, restorer = Batcher(1, keep=sizes["a"] + sizes["d"]), Restorer(kept.store, kept.job.target.hex())
+
+    def decoded(name: str, **ranges: Any) -> bool:
+        """Ask; whether it had to be decoded."""
+        before = len(held.groups)
+        truth, (first, end) = kept.truth(PROMPTS[name]), ranges.get("layers", (0, 3))
+        assert same(pairs(decoding.ask(restorer.restore(PROMPTS[name], **ranges))), truth[first:end])
+        return len(held.groups) > before
+
+    assert decoded("a", layers=(0, 1)) and decoded("a") and not decoded("a") and not decoded("a", layers=(1, 2))
+    assert decoded("d") and not decoded("d") and not decoded("a")
+    assert decoded("c")  # d was asked for before a
+    assert not decoded("c") and decoded("d")
+    decoding = Batcher(1, keep=sizes["b"] - 1)
+    assert decoded("b") and decoded("b") and decoded("d") and not decoded("d")  # too large by itself
 
 
 def test_whatever_goes_wrong_reaches_all_who_wait(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,13 @@ def test_scaling_on_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
     assert result["verified"] is True and list(result["lengths"]["0"]) == ["40", "90"]
     for tokens, figures in result["lengths"]["0"].items():
         assert figures["raw_bytes"] == int(tokens) * 3 * 2 * 2 * 16 * 2
-        assert min(figures[f"{x}_tokens_per_s"] for x in ("encode", "decode", "target")) > 0
+        assert min(figures[f"{x}_tokens_per_s"] for x in ("encode", "decode", "restore", "target")) > 0
+        shares = {"decode": 32 / int(tokens), "restore": 1.0}  # a chunk, the prompt
+        for name, share in shares.items():  # the ratio is that of the cache with the weights on both sides
+            raw, weights = figures["raw_bytes"], figures["weights_bytes"]
+            assert weights > 0
+            whole = (figures[f"{name}_memory"] * raw + weights) / (share * raw + weights)
+            assert figures[f"{name}_batch_memory"] == pytest.approx(whole)
     speeds = [result["lengths"]["0"][n]["decode_tokens_per_s"] for n in ("40", "90")]
     assert result["window_keeps"]["0"] == pytest.approx(speeds[1] / speeds[1])
     index = result["index"]

@@ -46,6 +46,8 @@ def test_a_service_under_load(kept: Kept, capsys: pytest.CaptureFixture[str]) ->
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["verified"] and found["wrong"] == 0 and found["requests"] >= 20
     assert (
-        found["p50_seconds"] <= found["p99_seconds"] and len(found["memory_bytes"]) >= 2 and all(found["memory_bytes"])
+        found["p50_seconds"] <= found["p99_seconds"]
+        and len(found["memory"]) >= 2
+        and all(one["bytes"] for one in found["memory"])
     )
     assert "wrong" in dict(service.rows(found))["answered"]

@@ -40,7 +40,7 @@ def part(values: samples.Layers, begin: int, end: int) -> samples.Layers:
 
 
 def fingerprint(state: codec.PredictorState) -> tuple[int, list[tuple[int, ...]], int]:
-    parts = [t for seen in state.layers for t in (seen.keys, seen.key_scale, seen.values)]
+    parts = [t for seen in (memory.seen() for memory in state.layers) for t in (seen.keys, seen.key_scale, seen.values)]
     return (
         state.length,
         [tuple(t.shape) for t in parts],

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from codec.errors import UserError
-from jobs import compress_corpus, gc, recompress, restore, verify
+from jobs import compress_corpus, gc, import_caches, plan, recompress, report, restore, serve, verify
 from jobs.configuration import Given, read_options
 from jobs.notes import Notes
 from pipeline.report import say
@@ -106,13 +106,25 @@ def test_a_flag_takes_the_place_of_what_it_excludes(config: Path) -> None:
     assert given.values["prompt_file"] == "P" and given.values["corpus"] is None
 
 
-@pytest.mark.parametrize("job", [compress_corpus, recompress, restore, verify, gc])
+JOBS = [compress_corpus, recompress, restore, serve, verify, gc, report, plan, import_caches]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_explains_itself(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["--help"], ["--log-json", "-h"]):
+        with pytest.raises(SystemExit) as caught:
+            job.main(given)
+        said = capsys.readouterr()
+        assert caught.value.code == 0 and "--config FILE.yaml" in said.out and "%(" not in said.out and not said.err
+
+
+@pytest.mark.parametrize("job", JOBS)
 def test_every_job_takes_a_file(job: Any, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config.write_text("store: S\nnonsense-key: 1\n")
+    config.write_text("cache-dtype: bf16\nnonsense-key: 1\n" if job is plan else "store: S\nnonsense-key: 1\n")
     assert job.main(["--config", str(config)]) == 2
     assert "has the unknown key 'nonsense-key'" in capsys.readouterr().err
     parser: argparse.ArgumentParser = job.parser()
-    assert {"--store", "--log-json"} <= {word for action in parser._actions for word in action.option_strings}
+    assert {"--log-json"} <= {word for action in parser._actions for word in action.option_strings}
 
 
 def test_logs_as_json_have_a_line_an_object(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,6 +219,9 @@ def test_two_cores_are_shared_by_one_encoder_and_one_verifier() -> None:
     assert (pools.encoders, pools.encode_cpus, pools.verifiers, pools.verify_cpus) == (1, 1, 1, 1)
     alone = divide(LAPTOP, device="cpu", actors=1, gpus_per_actor=None, groups=9, verify=False, actor_bytes=1 << 30)
     assert (alone.encoders, alone.encode_cpus, alone.verifiers) == (1, 2, 0)
+    more = replace(LAPTOP, cpus=6, cores=2)  # as it is started for two actors
+    both = divide(more, device="cpu", actors=2, gpus_per_actor=None, groups=9, verify=False, actor_bytes=1 << 30)
+    assert (both.encoders, both.encode_cpus) == (2, 1)
 
 
 def test_actors_fit_into_memory_and_are_no_more_than_groups() -> None:

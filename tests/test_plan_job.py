@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,7 +94,6 @@ def test_its_prediction_is_what_restoring_takes(
     given = ["--model", str(smollm2_gguf), "--calibration", str(corpus), "--eval", str(corpus), "--predictor", "int8", "--tokens", "512",
              "--train", "2", "--test", "1", "--threads", "1", "--repeats", "2"]  # fmt: skip
     monkeypatch.setattr(restore, "LINKS", {})
-    monkeypatch.setattr(restore, "time", SimpleNamespace(perf_counter=time.process_time))
     measured = restore.run(parser.parse_args(given), lambda text: None)
     wanted = Wanted(("int8",), 512, 256, measured["settings"]["cache_dtype"], 2, time.process_time)
     case = measure(resolve_model(str(smollm2_gguf)), wanted, lambda text: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -62,23 +63,66 @@ def test_prompts_of_several_lengths_come_back_together(kind: str, loop: str, nam
         assert state.length == len(prompt.ids)
 
 
-def test_a_prefix_is_continued_from_its_state_and_a_fork_goes_its_own_way() -> None:
-    w = world()
-    profile = w.profile("closed")
+def joined(first: list[samples.Layers], second: list[samples.Layers]) -> samples.Layers:
+    """Layers of one task, and of another that follows it, given layer by layer."""
+    return [(torch.cat([a[0], b[0]], 1), torch.cat([a[1], b[1]], 1)) for a, b in zip(first, second, strict=True)]
+
+
+def of(layers: list[samples.Layers], number: int) -> samples.Layers:
+    """Task `number`'s layers."""
+    return [layer[number] for layer in layers]
+
+
+def two_prompts(w: World, profile: codec.Profile) -> list[Stored]:
+    """With two chunks in common."""
     shared = w.tokens(2 * CHUNK, seed=50)
     prompts = [torch.cat([shared, w.tokens(CHUNK + 3, seed=seed)]) for seed in (51, 52)]
-    one, two = (Stored(w, profile, ids, w.truth(ids)) for ids in prompts)
+    return [Stored(w, profile, ids, w.truth(ids, profile.cache_format)) for ids in prompts]
+
+
+def test_a_prefix_is_continued_from_its_state() -> None:
+    w = world()
+    one, _ = two_prompts(w, w.profile("closed"))
     state = w.predictor.new_state()
-    first = list(codec.decode_prefixes(w.predictor, profile, [one.task(state, 0, 2)]))
-    other = codec.fork(state)
-    assert other.length == 2 * CHUNK
-    rest = list(codec.decode_prefixes(w.predictor, profile, [one.task(state, 2), two.task(other, 2)]))
-    for number, prompt in enumerate((one, two)):
-        whole = [
-            (torch.cat([a[0][0], b[number][0]], 1), torch.cat([a[0][1], b[number][1]], 1))
-            for a, b in zip(first, rest, strict=True)
-        ]
-        assert samples.same_bits(whole, prompt.truth)
+    first, rest = (
+        list(codec.decode_prefixes(w.predictor, one.profile, [t])) for t in (one.task(state, 0, 2), one.task(state, 2))
+    )
+    assert samples.same_bits(joined(of(first, 0), of(rest, 0)), one.truth)
+
+
+@pytest.mark.parametrize(("kind", "loop", "name"), CASES)
+@pytest.mark.parametrize("keep", [True, False])
+def test_several_prompts_follow_one_prefix_in_one_pass(kind: str, loop: str, name: str, keep: bool) -> None:
+    w = world(kind)
+    profile = w.profile(loop, name)
+    one, two = two_prompts(w, profile)
+    states = [w.predictor.new_state() for _ in range(3)]
+    tasks = [
+        one.task(states[0], 0, 2), replace(one.task(states[1], 2), after=0), replace(two.task(states[2], 2), after=0),
+    ]  # fmt: skip
+    layers = list(codec.decode_prefixes(w.predictor, profile, tasks, keep=keep))
+    for number, prompt in ((1, one), (2, two)):
+        assert samples.same_bits(joined(of(layers, 0), of(layers, number)), prompt.truth)
+    assert [s.length for s in states] == ([32, 51, 51] if keep else [0, 0, 0])
+    if keep:  # the next token's guesses follow from all that was taken in
+        more = w.tokens(5, seed=60)
+        whole = w.predictor.new_state()
+        list(codec.decode_prefixes(w.predictor, profile, [two.task(whole)]))
+        pairs = zip(*(samples.guesses(w.predictor, s, more) for s in (states[2], whole)), strict=True)
+        assert all(samples.same_bits([a], [b]) for a, b in pairs)
+
+
+@pytest.mark.parametrize("after", [1, 2, -1])
+def test_a_task_follows_one_before_it_with_an_empty_state(after: int) -> None:
+    w = world()
+    one, two = two_prompts(w, w.profile("closed"))
+    tasks = [one.task(w.predictor.new_state(), 0, 2), replace(two.task(w.predictor.new_state(), 2), after=after)]
+    with pytest.raises(ValueError, match="cannot follow"):
+        next(codec.decode_prefixes(w.predictor, one.profile, tasks))
+    held = w.predictor.new_state()
+    w.predictor.advance(held, one.ids[:CHUNK])
+    with pytest.raises(ValueError, match="cannot follow"):
+        next(codec.decode_prefixes(w.predictor, one.profile, [tasks[0], replace(two.task(held, 2), after=0)]))
 
 
 def test_a_pass_that_is_given_up_leaves_the_state_as_it_was() -> None:

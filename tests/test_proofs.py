@@ -119,7 +119,7 @@ def test_what_a_blob_is_not_meant_for_is_refused_before_anything_is_computed(
         forged.__dict__["id"] = profile.id
         cases.append((errors.WrongProfile, w.predictor, forged, identity))
 
-    def untouched(*args: Any) -> Any:
+    def untouched(*args: Any, **more: Any) -> Any:
         raise AssertionError("the predictor was run")
 
     for predictor in (w.predictor, other.predictor):

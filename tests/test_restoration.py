@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,9 +111,11 @@ def test_rungs_without_a_model_decode_any_chunk_alone(
     passes: list[int] = []
     run = codec.ModelFree.run
 
-    def counted(self: codec.ModelFree, states: list[codec.PredictorState], ids: list[torch.Tensor]) -> object:
+    def counted(
+        self: codec.ModelFree, states: list[codec.PredictorState], ids: list[torch.Tensor], **more: Any
+    ) -> object:
         passes.append(states[0].length)
-        return run(self, states, ids)
+        return run(self, states, ids, **more)
 
     monkeypatch.setattr(codec.ModelFree, "run", counted)
     (chunk,) = found.chunks(2, 3)
@@ -142,8 +146,8 @@ def test_ranges_of_layers_and_heads(kept: Kept, monkeypatch: pytest.MonkeyPatch)
     guessed: list[int] = []
     run = type(kept.predictor).run
 
-    def watched(*arguments: object) -> object:
-        passing = run(*arguments)  # type: ignore[arg-type]
+    def watched(*arguments: Any, **more: Any) -> object:
+        passing = run(*arguments, **more)
         guess = passing.guess
         monkeypatch.setattr(passing, "guess", lambda layer: guessed.append(layer) or guess(layer), raising=False)
         return passing
@@ -162,6 +166,44 @@ def test_ranges_of_layers_and_heads(kept: Kept, monkeypatch: pytest.MonkeyPatch)
 def test_ranges_that_the_cache_does_not_have(kept: Kept, ranges: dict[str, tuple[int, int]]) -> None:
     with pytest.raises(UserError, match="not in a cache that has"):
         pipeline.restore(kept.store, hex_of(kept), PROMPT, **ranges)
+
+
+def test_decoding_while_blobs_arrive_gives_the_same_bits(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    begun, real_get, real_decode = threading.Event(), kept.store.get, codec.decode_prefixes
+    late = kept.blob(PROMPT, 2).name
+
+    def get(path: str, **given: int) -> bytes:
+        if path.endswith(late):
+            assert begun.wait(60)  # it comes only after decoding has begun
+        return real_get(path, **given)
+
+    def decode(predictor: Any, profile: Any, tasks: list[codec.PrefixTask], **more: Any) -> Iterator[Any]:
+        decoded.append(sum(len(task.blobs) for task in tasks))
+        begun.set()
+        return real_decode(predictor, profile, tasks, **more)
+
+    monkeypatch.setattr(kept.store, "get", get)
+    monkeypatch.setattr(codec, "decode_prefixes", decode)
+    restorer = Restorer(kept.store, hex_of(kept))
+    found = restorer.restore([*PROMPT, 5], decode=True)
+    assert sum(decoded) == 4 and 2 <= len(decoded) <= 3  # not the first alone if the second was there, too
+    assert same(found.load(), kept.truth(PROMPT)) and "no more of the prompt" in found.notes[0]
+    assert [n for n, _ in found.layers()] == [0, 1, 2] and same([p for _, p in found.layers()], kept.truth(PROMPT))
+    assert sum(decoded) == 4  # nothing was decoded again
+    part = restorer.restore(PROMPT, layers=(1, 2), heads=(1, 2), decode=True)
+    assert same(part.load(), [(k[1:2], v[1:2]) for k, v in kept.truth(PROMPT)[1:2]])
+    assert restorer.restore(tokens_of(77, 50), decode=True).load() == []
+
+
+@pytest.mark.parametrize("damage", ["forged", "corrupt", "missing"])
+def test_damage_found_while_blobs_arrive_ends_the_prefix_before_it(copied: Callable[[], Kept], damage: str) -> None:
+    kept = copied()
+    path = kept.blob(PROMPT, 2)
+    {"forged": lambda: forge(path), "corrupt": lambda: flip(path, -60), "missing": path.unlink}[damage]()
+    found = pipeline.restore(kept.store, hex_of(kept), PROMPT, decode=True)
+    assert same(found.load(), kept.truth(PROMPT[: 2 * CHUNK]))
+    assert found.tokens == 2 * CHUNK and found.damaged and path.name in found.notes[-1]
 
 
 def test_ranges_on_a_command_line() -> None:

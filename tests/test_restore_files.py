@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -116,15 +117,17 @@ def test_prompts_of_one_batch_share_what_they_begin_with(
     rows: list[int] = []
     run = type(kept.predictor).run
 
-    def counted(self: codec.Predictor, states: list[codec.PredictorState], ids: list[torch.Tensor]) -> object:
+    def counted(
+        self: codec.Predictor, states: list[codec.PredictorState], ids: list[torch.Tensor], **more: Any
+    ) -> object:
         rows.append(sum(len(t) for t in ids))
-        return run(self, states, ids)
+        return run(self, states, ids, **more)
 
     found = BatchRestorer(Workshop(kept.store))
     found.run(requests(kept, tmp_path, {"d": PROMPTS["d"]}))  # loads the predictor, whose proof runs it too
     monkeypatch.setattr(type(kept.predictor), "run", counted)
     outcomes = found.run(requests(kept, tmp_path))
-    assert rows == [len(SHARED), (CHUNK + 4) + 9 + 40]
+    assert rows == [len(SHARED) + (CHUNK + 4) + 9 + 40]
     assert [(o.id, o.asked, o.tokens, o.error) for o in outcomes] == [
         (n, len(i), len(i), "") for n, i in PROMPTS.items()
     ]

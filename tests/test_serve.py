@@ -182,6 +182,7 @@ def test_what_keeps_it_from_starting_is_one_sentence(tiny_model: Path, tmp_path:
     ("changes", "words"),
     [
         ({"port": 70000}, "--port"), ({"replicas": 0}, "--replicas"), ({"concurrency": 0}, "--concurrency"),
+        ({"waiting": -1}, "--waiting"), ({"keep_decoded": "lots"}, "--keep-decoded"),
         ({"max_body": 0}, "--max-body"), ({"max_tokens": -1}, "--max-tokens"), ({"deadline": 0.0}, "--deadline"),
         ({"refresh": float("inf")}, "--refresh"), ({"device": "tpu"}, "--device"), ({"cache_dtype": "x"}, "--cache-dtype"),
         ({"salt_env": "KV_NOT_SET"}, "--salt-env"), ({"token_env": "KV_NOT_SET"}, "--token-env"),

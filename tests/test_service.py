@@ -8,7 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_a_full_service_says_when_to_come_again(kept: Kept, free_port: int, gate: threading.Event) -> None:
-    with Server(kept, free_port, limits={"concurrency": 2}) as server:
+    with Server(kept, free_port, limits={"concurrency": 2, "waiting": 0}) as server:
         with server.asked({"token_ids": PROMPT}) as one, server.asked({"token_ids": PROMPT}) as two:
             assert one.status == two.status == 200
             refused = server.refused({"token_ids": PROMPT}, 503, "try again")
@@ -267,6 +268,32 @@ def test_a_full_service_says_when_to_come_again(kept: Kept, free_port: int, gate
         assert until(lambda: server.service.busy == 0)
         server.tensors({"token_ids": PROMPT})
         assert server.metrics()['kv_restore_requests_total{status="503"}'] == 1
+
+
+def test_who_finds_no_place_waits_for_one(kept: Kept, free_port: int, gate: threading.Event) -> None:
+    with Server(kept, free_port, limits={"concurrency": 1, "waiting": 2}) as server, ThreadPoolExecutor(2) as clients:
+        with server.asked({"token_ids": PROMPT}) as one:
+            waiting = [clients.submit(server.tensors, {"token_ids": PROMPT}) for _ in range(2)]
+            assert until(lambda: server.service.waiting == 2)
+            server.refused({"token_ids": PROMPT}, 503, "try again")
+            gate.set()
+            one.read()
+        for answer in waiting:
+            assert same(pairs_of(answer.result(60)[0], range(3)), kept.truth(PROMPT))
+        assert until(lambda: server.service.busy == 0) and server.service.waiting == 0
+
+
+def test_who_waits_too_long_for_a_place_is_told(kept: Kept, free_port: int, gate: threading.Event) -> None:
+    with (
+        Server(kept, free_port, limits={"concurrency": 1, "deadline": 0.5}) as server,
+        server.asked({"token_ids": PROMPT}) as one,
+    ):
+        assert one.status == 200
+        assert server.refused({"token_ids": PROMPT}, 503, "in time").headers["retry-after"]
+        assert server.service.waiting == 0
+        gate.set()
+        with suppress(http.client.IncompleteRead, ConnectionError):  # it may be over the deadline by now
+            one.read()
 
 
 def test_a_client_that_leaves_makes_room(kept: Kept, free_port: int, gate: threading.Event) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pipeline.watch
 from codec.errors import StorageError
 from jobs.verify import main
 from pipeline.audit import CORRUPT, MISSING
+from pipeline.removal import drop_rows
 from pipeline.store import Store
 from pipeline.watch import Watched, share_of, watch
 from tests.stored import CHUNK, Kept, tokens_of
@@ -62,6 +65,31 @@ def test_what_a_running_job_has_not_committed_is_no_fault(kept: Kept) -> None:
     for part in kept.store.list("index"):
         kept.store.delete(part)
     assert after(watch(kept.store, 1), 1).faults == {}
+
+
+def test_what_a_collection_deletes_during_a_round_is_no_fault(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    damaged, gone = kept.blob(PROMPTS["b"], 2), set(kept.keys(PROMPTS["a"]))
+    real, collected = pipeline.watch.audit, threading.Event()
+
+    def unwanted(rows: Any) -> list[bool]:
+        return [key in gone for key in rows["key"].to_pylist()]
+
+    def during(store: Store, *, selects: Any, **given: Any) -> Any:
+        def collect(key: bytes) -> bool:  # asked when rows were read, and blobs were not
+            if not collected.is_set():
+                collected.set()
+                assert drop_rows(store, kept.job.target, kept.job.profile, unwanted) == len(gone)
+                for number in range(len(gone)):
+                    kept.blob(PROMPTS["a"], number).unlink()
+            return bool(selects(key))
+
+        return real(store, selects=collect, **given)
+
+    monkeypatch.setattr(pipeline.watch, "audit", during)
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    found = after(watch(kept.store, 1, tell=heard.append), 1)
+    assert [path.rpartition("/")[2] for path in found.faults] == [damaged.name] and len(heard) == 1
 
 
 def test_storage_that_fails_for_a_while_does_not_end_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 from codec.predictor.base import Predictor, Run, Shape
 from codec.predictor.build import build_predictor
-from codec.predictor.decoder import PredictorState
 from codec.predictor.fit import CALIBRATED, build_pilot, fit_predictor
+from codec.predictor.memory import PredictorState
 from codec.predictor.modelfree import MODEL_FREE, ModelFree, build_model_free
 from codec.predictor.ranges import Ranges, measure_ranges
 

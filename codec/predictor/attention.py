@@ -12,45 +12,12 @@ from torch import Tensor
 
 from codec import exact
 from codec.predictor import fused
-from codec.predictor.far import SINKS, Far, centroids, far, groups_before
+from codec.predictor.far import SINKS, Far, centroids, groups_before
+from codec.predictor.memory import Seen, window_begin
 
 _SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
 _SCORE_LIMIT = 1e30
 _LIMB_TOKENS = 1 << 17  # fewer keys than these: sums of int8 products stay below 2**31
-
-
-@dataclass
-class Seen:
-    """K and V that attention in one layer sees, as integers: keys, values int16 [J, S, D]; key_scale float32 [J, S, 1].
-
-    far: centroids of the groups that windows have left behind, as many as were needed so far.
-    """
-
-    keys: Tensor
-    key_scale: Tensor
-    values: Tensor
-    far: Far | None = None
-
-    def first(self, n: int) -> Seen:
-        """The first n tokens."""
-        return Seen(self.keys[:, :n], self.key_scale[:, :n], self.values[:, :n])
-
-    def then(self, other: Seen) -> Seen:
-        """These tokens followed by others."""
-        keys, values = torch.cat([self.keys, other.keys], 1), torch.cat([self.values, other.values], 1)
-        return Seen(keys, torch.cat([self.key_scale, other.key_scale], 1), values, self.far)
-
-    def with_far(self, window: int) -> Seen:
-        """The same with the centroids that the last token's attention needs."""
-        if not window:
-            return self
-        have = 0 if self.far is None else self.far.keys.shape[1] // centroids(window)
-        need = groups_before(self.keys.shape[1] - 1, window)
-        if have >= need:
-            return self
-        cut = slice(SINKS + have * window, SINKS + need * window)
-        new = far(self.keys[:, cut], self.key_scale[:, cut], self.values[:, cut], window)
-        return Seen(self.keys, self.key_scale, self.values, new if self.far is None else self.far.then(new))
 
 
 @dataclass
@@ -63,26 +30,19 @@ class _Part:
 
 
 class _Visible:
-    """What queries from token `first` on may see, cut down block by block."""
+    """What queries may see, cut down block by block. parts: without what the first query's window has left behind, `near` on."""
 
-    def __init__(self, parts: list[_Part], first: int, window: int) -> None:
-        total, device = parts[0].tokens.shape[parts[0].axis], parts[0].tokens.device
-        self._window, self._device = window, device
-        self._near = self._from(first)
-        self._parts = [_Part(self._pick(p.tokens, self._near, total, p.axis), p.far, p.axis) for p in parts]
-        self._place = self._pick(torch.arange(total, device=device), self._near, total, 0)
+    def __init__(self, parts: list[_Part], total: int, near: int, window: int) -> None:
+        device = parts[0].tokens.device
+        self._window, self._device, self._near, self._parts = window, device, near, parts
+        self._place = self._pick(torch.arange(total, device=device), near, total, 0)
         if window:
             # Queries before `until` see a token, those from there on its group's centroids.
             until = (torch.arange(1, total // window + 2, device=device) + 1) * window + (SINKS - 1)
             tokens = until.repeat_interleave(window)[: total - SINKS] if total > SINKS else until[:0]
             sinks = torch.full((min(SINKS, total),), total, device=device)
-            self._until = self._pick(torch.cat([sinks, tokens]), self._near, total, 0)
+            self._until = self._pick(torch.cat([sinks, tokens]), near, total, 0)
             self._since = until.repeat_interleave(centroids(window))
-
-    def _from(self, query: int) -> int:
-        """The first token of a query's window, 0 where that meets the sinks."""
-        groups = groups_before(query, self._window) if self._window else 0
-        return SINKS + groups * self._window if groups else 0
 
     @staticmethod
     def _pick(t: Tensor, near: int, end: int, axis: int) -> Tensor:
@@ -94,7 +54,7 @@ class _Visible:
     def block(self, begin: int, end: int) -> tuple[list[Tensor], Tensor]:
         """For queries begin .. end - 1: n tokens and centroids of each part, and which each query may see: bool [queries, n]."""
         gap = self._near - SINKS if self._near else 0  # tokens already left out
-        near = self._from(begin)
+        near = window_begin(begin, self._window)
         near = near - gap if near > self._near else 0
         place = self._pick(self._place, near, end - gap, 0)
         query = torch.arange(begin, end, device=self._device)[:, None]
@@ -127,23 +87,24 @@ def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
 
     value_step: float32 [J, 1, 1], powers of two; window: the last tokens that are seen themselves, at least, besides the sinks; 0 for all.
     """
-    (heads, tokens, dim), (kv_heads, total, _) = q.shape, seen.keys.shape
-    seen = seen.with_far(window)
+    (heads, tokens, dim), kv_heads, total = q.shape, len(seen.keys), seen.total
     groups, first = heads // kv_heads, total - tokens
+    near = window_begin(first, window)
+    seen = seen.with_far(window).near(near)
     to_base_2 = exact.LOG2E / math.sqrt(dim)  # exact: a constant, one rounding
     in_limbs = fused.serves(q.device) and exact.int8_kernel_serves(q.device) and total < _LIMB_TOKENS
     way = _InLimbs(q, seen, value_step) if in_limbs else _Whole(q, seen, value_step)
     qs = way.query_scale.view(kv_heads, groups, tokens, 1) * to_base_2
-    visible = _Visible(way.parts, first, window)
+    visible = _Visible(way.parts, total, near, window)
     step = block_length(heads, total, window)
-    out = []
+    out = torch.empty(tokens, heads * dim, device=q.device)
     for begin in range(0, tokens, step):
         end = min(begin + step, tokens)
         parts, allowed = visible.block(first + begin, first + end)
         scale = qs[:, :, begin:end].reshape(kv_heads, -1, 1)
         o = way.block(begin, end, parts, scale, allowed).view(kv_heads, groups, end - begin, dim)
-        out.append(o.permute(2, 0, 1, 3).reshape(end - begin, heads * dim))
-    return torch.cat(out)
+        out[begin:end].view(-1, kv_heads, groups, dim).copy_(o.permute(2, 0, 1, 3))
+    return out
 
 
 class _Whole:

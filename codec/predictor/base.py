@@ -15,7 +15,7 @@ from codec.errors import PredictorError
 from codec.keys import content_id
 
 if TYPE_CHECKING:
-    from codec.predictor.decoder import PredictorState
+    from codec.predictor.memory import PredictorState
 
 
 class Shape(Protocol):
@@ -133,8 +133,19 @@ class Predictor(ABC):
         """The state before the first token."""
 
     @abstractmethod
-    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> Run:
-        """Begin a pass over new tokens (1-D int64 each) of several sequences. Raises UserError for a prompt that is too long."""
+    def run(
+        self,
+        states: Sequence[PredictorState],
+        token_ids: Sequence[Tensor],
+        *,
+        after: Sequence[int | None] | None = None,
+        keep: bool = True,
+    ) -> Run:
+        """Begin a pass over new tokens (1-D int64 each) of several sequences. Raises UserError for a prompt that is too long.
+
+        after: which sequence before it in the batch a sequence follows, so that several share it; its own state must then be empty.
+        keep: False where the pass will not be committed, and nothing of it needs to be remembered.
+        """
 
     def advance(self, state: PredictorState, token_ids: Tensor) -> None:
         """Take tokens, which may be none, in without coding anything."""
@@ -144,3 +155,16 @@ class Predictor(ABC):
         for layer in range(self.config.layers - 1):
             run.advance(layer, run.guess(layer))
         run.commit()
+
+
+def begins(held: Sequence[int], lengths: Sequence[int], after: Sequence[int | None]) -> list[int]:
+    """The place of each sequence's first new token. held: tokens of its state; lengths: its new ones; after: see Predictor.run."""
+    out: list[int] = []
+    for number, (tokens, before) in enumerate(zip(held, after, strict=True)):
+        if before is None:
+            out.append(tokens)
+        elif 0 <= before < number and not tokens:
+            out.append(out[before] + lengths[before])
+        else:
+            raise ValueError(f"Sequence {number} of {tokens} tokens cannot follow sequence {before} of its batch.")
+    return out

@@ -17,16 +17,19 @@ from torch import Tensor
 from codec import exact
 from codec.errors import PredictorError, UserError
 from codec.predictor import fused, packed
-from codec.predictor.attention import Seen, attend
-from codec.predictor.base import Predictor
+from codec.predictor.attention import attend
+from codec.predictor.base import Predictor, begins
 from codec.predictor.config import LIMBED, PredictorConfig
 from codec.predictor.far import centroids
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
+from codec.predictor.memory import Memory, PredictorState, Seen, gathered, window_begin
 from codec.predictor.rope import cos_sin, rotate
 
 SMOOTH_LIMIT = 24  # a channel's smoothing scale is 2**-24 .. 2**24
 _HIDDEN_LIMIT = 1e30
 _FREQUENCY_LIMIT = 1024.0
+_CHECKED_AT_ONCE = 1 << 20
+_ROWS_AT_ONCE = 256  # of what is wider than the state: an MLP's rows take more memory than the cache of their tokens
 # With scales and norms below this, no projection of a normalised row leaves float32: 2**9 * 2**20 * 2**18 * 2**9 * 2**20.
 _NORMS = dict.fromkeys(("norm1", "norm2", "q_norm", "k_norm"), 2.0**20)
 _LIMITS = {"scale": 2.0**20, "bias": 2.0**60} | _NORMS
@@ -49,21 +52,6 @@ class Layer:
     smooth: Tensor | None  # float32 [H * D], powers of two by which attention's output is multiplied
     q_norm: Tensor | None = None  # float32 [D], of families that normalise heads
     k_norm: Tensor | None = None
-
-
-class PredictorState:
-    """What the predictor remembers of one prefix. The last layer needs no memory: nothing attends to it."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.layers: list[Seen] = []
-
-    def truncate(self, n: int) -> None:
-        """Forget all but the first n tokens."""
-        if not 0 <= n <= self.length:
-            raise ValueError(f"A state of {self.length} tokens cannot be cut to {n}.")
-        self.layers = [seen.first(n) for seen in self.layers]
-        self.length = n
 
 
 class DecoderPredictor(Predictor):
@@ -89,9 +77,16 @@ class DecoderPredictor(Predictor):
         """The state before the first token."""
         return PredictorState()
 
-    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> DecoderRun:
-        """Begin a forward pass over new tokens (1-D int64 each) of several sequences."""
-        return DecoderRun(self, states, token_ids)
+    def run(
+        self,
+        states: Sequence[PredictorState],
+        token_ids: Sequence[Tensor],
+        *,
+        after: Sequence[int | None] | None = None,
+        keep: bool = True,
+    ) -> DecoderRun:
+        """See Predictor.run."""
+        return DecoderRun(self, states, token_ids, after, keep)
 
     # ------------------------------------------------------------ set-up
     def _check(self) -> None:
@@ -144,7 +139,7 @@ class DecoderPredictor(Predictor):
                 raise PredictorError(
                     f"The predictor's tensor '{name}' should have shape {shape} and a type of {self._dtypes(name)}; it has {found}."
                 )
-            if got.is_floating_point() and not bool(torch.isfinite(got.to(torch.float32)).all()):
+            if got.is_floating_point() and not _within(got, torch.finfo(torch.float32).max):
                 raise PredictorError(
                     f"The predictor's tensor '{name}' holds a NaN or an infinity; the file is corrupt."
                 )
@@ -182,7 +177,7 @@ class DecoderPredictor(Predictor):
                 limit = _LIMITS.get(name.rpartition(".")[2], _HIDDEN_LIMIT)
             else:
                 continue
-            if bool((tensor.to(torch.float64).abs() > limit).any()):
+            if not _within(tensor, limit):
                 raise PredictorError(
                     f"The predictor's tensor '{name}' holds a value beyond {limit:g}; it cannot be computed with."
                 )
@@ -230,33 +225,41 @@ class DecoderRun:
     """One forward pass over the new tokens of a batch, a layer at a time: guess(0), advance(0, kv), guess(1), …, commit().
 
     `advance` is told which K and V attention is to use: the guesses themselves (open loop) or what was decoded (closed loop).
-    States change only in `commit`, so a pass that fails leaves them as they were.
+    States change only in `commit`, so a pass that fails leaves them as they were. Without `keep` a layer's K and V are let go as soon
+    as the layer is done, and there is nothing to commit.
     """
 
     def __init__(
-        self, predictor: DecoderPredictor, states: Sequence[PredictorState], token_ids: Sequence[Tensor]
+        self,
+        predictor: DecoderPredictor,
+        states: Sequence[PredictorState],
+        token_ids: Sequence[Tensor],
+        after: Sequence[int | None] | None = None,
+        keep: bool = True,
     ) -> None:
-        self.p, self.c = predictor, predictor.config
+        self.p, self.c, self._keep = predictor, predictor.config, keep
         self.states, self.lengths = list(states), [len(t) for t in token_ids]
+        self._after = list(after or [None] * len(self.states))
+        self._begins = begins([s.length for s in states], self.lengths, self._after)
         if len({id(s) for s in states}) < len(states):
             raise ValueError("A state cannot be in one batch twice.")
-        for state, n in zip(states, self.lengths, strict=True):
-            if state.length + n > self.c.context_length:
+        for begin, n in zip(self._begins, self.lengths, strict=True):
+            if begin + n > self.c.context_length:
                 raise UserError(
-                    f"A prompt of {state.length + n} tokens is over the model's context length of {self.c.context_length}."
+                    f"A prompt of {begin + n} tokens is over the model's context length of {self.c.context_length}."
                 )
         ids = torch.cat([t.to(predictor.device, torch.int64) for t in token_ids])
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.c.vocab):
             raise UserError(f"Token ids must be 0 to {self.c.vocab - 1}; found {int(ids.min())} to {int(ids.max())}.")
         places = [
-            torch.arange(s.length, s.length + n, device=predictor.device)
-            for s, n in zip(states, self.lengths, strict=True)
+            torch.arange(begin, begin + n, device=predictor.device)
+            for begin, n in zip(self._begins, self.lengths, strict=True)
         ]
         self.cos, self.sin = predictor.rope(torch.cat(places))
         self._places = places
         self._turns: list[tuple[Tensor, Tensor]] | None = None
         self.h = predictor.embed[ids].to(torch.float32)  # [R, hidden]
-        self.seen: list[list[Seen]] = []  # a layer: a sequence
+        self.seen: list[list[Memory]] = []  # a layer: a sequence
         self.x: Inputs | None = None  # the layer's normalised input
         self.watch: Callable[[int, str, Tensor], None] | None = (
             None  # told layer, name and rows of every input of linear layers
@@ -281,27 +284,48 @@ class DecoderRun:
         """
         w = self.p.layers[layer]
         if corrections is not None:
-            self.h = (self.h + torch.cat(list(corrections)) * self.rms).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
+            self.h = (self.h + _rows(corrections) * self.rms).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
             self.x = Inputs(self._norm(self.h, w.norm1)[0])
         self.h, seen = self.output(w, layer, kv)
-        self.seen.append(seen)
+        if self._keep:
+            self.seen.append(seen)
         self.x = None
 
-    def output(self, w: Layer, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Seen]]:
+    def output(self, w: Layer, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Memory]]:
         """The state after a layer with weights w, float32 [R, hidden], and what its attention saw; the run stays as it is."""
         assert self.x is not None, "guess(layer) comes before advance(layer)"
-        q = self._turned(w.q(self.x), self.c.heads, w.q_norm)  # [H, R, D]
-        new = [self._integers(k, v, w) for k, v in kv]
-        seen = [s.layers[layer].then(n) if s.length else n for s, n in zip(self.states, new, strict=True)]
-        seen = [s.with_far(self.c.window) for s in seen]
-        queries = zip(q.split_with_sizes(self.lengths, 1), seen, strict=True)
-        attended = torch.cat([attend(part, s, w.value_step, self.c.window) for part, s in queries])
+        seen: list[Memory] = []
+        for number, (k, v) in enumerate(kv):
+            new = self._before(layer, number, seen).then(self._integers(k, v, w))
+            seen.append(new.with_far(self.c.window))
+        attended, h = self._attended(w, self.x, seen), torch.empty_like(self.h)
+        for begin in range(0, len(h), _ROWS_AT_ONCE):
+            rows = slice(begin, begin + _ROWS_AT_ONCE)
+            h[rows] = self._projected(w, layer, self.h[rows], attended[rows])
+        return h, seen
+
+    def _attended(self, w: Layer, x: Inputs, seen: Sequence[Memory]) -> Tensor:
+        """What attention gives: float32 [R, H * D]."""
+        q = self._turned(w.q(x), self.c.heads, w.q_norm)  # [H, R, D]
+        parts = zip(q.split_with_sizes(self.lengths, 1), seen, self._begins, strict=True)
+        window, step = self.c.window, w.value_step
+        return _rows([attend(part, s.seen(window_begin(begin, window)), step, window) for part, s, begin in parts])
+
+    def _before(self, layer: int, number: int, seen: Sequence[Memory]) -> Memory:
+        """What a sequence's new tokens follow in this layer. seen: what the sequences before it have seen."""
+        after, state = self._after[number], self.states[number]
+        if after is not None:
+            return seen[after]
+        return state.layers[layer] if state.length else Memory()
+
+    def _projected(self, w: Layer, layer: int, h: Tensor, attended: Tensor) -> Tensor:
+        """Some rows of the state after a layer, from those before it and what attention gave them [rows, H * D]."""
         if w.smooth is not None:
             attended = attended * w.smooth
-        h = self.h + w.o(self._inputs(layer, "attention", attended))
+        h = h + w.o(self._inputs(layer, "attention", attended))
         x = self._inputs(layer, "norm2", self._norm(h, w.norm2)[0])
         y = self._gated(w.gate(x), w.up(x))
-        return (h + w.down(self._inputs(layer, "mlp", y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT), seen
+        return (h + w.down(self._inputs(layer, "mlp", y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
 
     def turns(self) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of every sequence's new tokens, float32 [T, rope_dim / 2] each: what un-rotates K."""
@@ -313,9 +337,9 @@ class DecoderRun:
         """Make the new tokens part of the states; every layer but the last must have been advanced."""
         if len(self.seen) < self.c.layers - 1:
             raise ValueError(f"Only {len(self.seen)} of {self.c.layers - 1} layers were advanced.")
-        for i, (state, n) in enumerate(zip(self.states, self.lengths, strict=True)):
-            state.layers = [seen[i] for seen in self.seen[: self.c.layers - 1]]
-            state.length += n
+        for i, (state, begin, n) in enumerate(zip(self.states, self._begins, self.lengths, strict=True)):
+            state.layers = gathered([seen[i] for seen in self.seen[: self.c.layers - 1]])
+            state.length = begin + n
 
     # ------------------------------------------------------------ parts
     def _inputs(self, layer: int, name: str, x: Tensor) -> Inputs:
@@ -352,3 +376,15 @@ class DecoderRun:
         keys, scale = exact.row_integers(k)
         values = torch.round(v / w.value_step).clamp(-exact.ROW_MAX, exact.ROW_MAX)
         return Seen(keys.to(torch.int16), scale, values.to(torch.int16))
+
+
+def _within(tensor: Tensor, limit: float) -> bool:
+    """Whether no value is beyond a limit or NaN; looked at in parts, as the whole in float64 would take several times its memory."""
+    values = tensor.reshape(-1)
+    parts = (values[at : at + _CHECKED_AT_ONCE] for at in range(0, len(values), _CHECKED_AT_ONCE))
+    return all(bool((part.to(torch.float64).abs() <= limit).all()) for part in parts)
+
+
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    """Rows one after the other; of one part nothing is copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

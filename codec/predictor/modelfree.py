@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from codec.errors import PredictorError, UnsupportedArchitecture, UnsupportedFormat, UserError
-from codec.predictor.base import Predictor
+from codec.predictor.base import Predictor, begins
 from codec.predictor.config import LIMITS, MAX_CONTEXT, SUPPORTED, read_fields
-from codec.predictor.decoder import PredictorState
+from codec.predictor.memory import PredictorState
 from codec.predictor.rope import Frequencies, cos_sin, frequencies
 
 HISTORY = {"static": 0, "linear": 2}  # earlier layers that the joint model of a layer looks back to
@@ -106,9 +106,16 @@ class ModelFree(Predictor):
         state.length = position
         return state
 
-    def run(self, states: Sequence[PredictorState], token_ids: Sequence[Tensor]) -> ModelFreeRun:
-        """Begin a pass; the token ids are only counted."""
-        return ModelFreeRun(self, states, [len(t) for t in token_ids])
+    def run(
+        self,
+        states: Sequence[PredictorState],
+        token_ids: Sequence[Tensor],
+        *,
+        after: Sequence[int | None] | None = None,
+        keep: bool = True,
+    ) -> ModelFreeRun:
+        """Begin a pass; the token ids are only counted, and there is nothing that could be kept."""
+        return ModelFreeRun(self, states, [len(t) for t in token_ids], after)
 
     def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles at int64 positions [R]: float32 [R, rope_dim / 2] each."""
@@ -118,16 +125,25 @@ class ModelFree(Predictor):
 class ModelFreeRun:
     """See codec.predictor.base.Run."""
 
-    def __init__(self, predictor: ModelFree, states: Sequence[PredictorState], lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        predictor: ModelFree,
+        states: Sequence[PredictorState],
+        lengths: Sequence[int],
+        after: Sequence[int | None] | None = None,
+    ) -> None:
         if len({id(s) for s in states}) < len(states):
             raise ValueError("A state cannot be in one batch twice.")
-        for state, n in zip(states, lengths, strict=True):
-            if state.length + n > MAX_CONTEXT:
-                raise UserError(f"A prompt of {state.length + n} tokens is over the limit of {MAX_CONTEXT}.")
+        self._ends = []
+        first = begins([s.length for s in states], lengths, after or [None] * len(states))
+        for begin, n in zip(first, lengths, strict=True):
+            if begin + n > MAX_CONTEXT:
+                raise UserError(f"A prompt of {begin + n} tokens is over the limit of {MAX_CONTEXT}.")
+            self._ends.append(begin + n)
         c, device = predictor.config, predictor.device
-        self._states, self._lengths = list(states), list(lengths)
+        self._states = list(states)
         self._guesses = [torch.zeros(c.kv_heads, n, c.head_dim, device=device) for n in lengths]
-        places = [torch.arange(s.length, s.length + n, device=device) for s, n in zip(states, lengths, strict=True)]
+        places = [torch.arange(begin, end, device=device) for begin, end in zip(first, self._ends, strict=True)]
         self._turns = [predictor.turn(p) for p in places]
         self.h = torch.zeros(sum(lengths), 0, device=device)
         self.rms = torch.ones(sum(lengths), 1, device=device)
@@ -147,8 +163,8 @@ class ModelFreeRun:
 
     def commit(self) -> None:
         """See Run."""
-        for state, n in zip(self._states, self._lengths, strict=True):
-            state.length += n
+        for state, end in zip(self._states, self._ends, strict=True):
+            state.length = end
 
 
 def build_model_free(kind: str, config: Mapping[str, Any], cache: Sequence[tuple[Tensor, Tensor]]) -> ModelFree:

@@ -1,49 +1,69 @@
-"""A link of a given bandwidth on the loopback address: a server that sends no faster, and the seconds a client needs to read."""
+"""A link of a given bandwidth on the loopback address, and a store behind it."""
 
 from __future__ import annotations
 
+import json
 import socket
-import threading
-import time
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
 
 from codec.errors import StorageError
-
-BURST_SECONDS = 0.002  # what may be sent at once after a pause
-BUFFER = 1 << 20
-
-
-def fetch_seconds(size: int, bits_per_second: float) -> float:
-    """Seconds from connecting to the last of `size` bytes. Raises StorageError where the link breaks."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sender = threading.Thread(target=_send, args=(listener, size, bits_per_second / 8), daemon=True)
-        sender.start()
-        begin = time.perf_counter()
-        with socket.create_connection(listener.getsockname()) as link:
-            left, buffer = size, bytearray(BUFFER)
-            while left:
-                count = link.recv_into(buffer)
-                if not count:
-                    raise StorageError(f"the throttled link ended {left} bytes early")
-                left -= count
-        seconds = time.perf_counter() - begin
-        sender.join()
-    return seconds
+from jobs.bench.child import ROOT
+from jobs.bench.link_process import LENGTH_BYTES
+from pipeline.store import Store
 
 
-def _send(listener: socket.socket, size: int, rate: float) -> None:
-    """A token bucket: the allowance grows with time, and what is sent is taken from it."""
-    link, _ = listener.accept()
-    with link:
-        most = max(1500, int(rate * BURST_SECONDS))
-        data = memoryview(bytes(most))
-        allowance, last, left = float(most), time.perf_counter(), size
-        while left:
-            now = time.perf_counter()
-            allowance, last = min(most, allowance + (now - last) * rate), now
-            part = min(left, int(allowance))
-            if part < min(left, most // 2):
-                time.sleep((min(left, most // 2) - part) / rate)
-                continue
-            link.sendall(data[:part])
-            allowance -= part
-            left -= part
+class Link:
+    """Files by their names, behind a link: `with Link(files, bits_per_second, folder) as link: link.get(name)`; threads may share it."""
+
+    def __init__(self, files: Mapping[str, Path], bits_per_second: float, folder: Path) -> None:
+        """folder: for what the process at the other end is asked."""
+        self.names = frozenset(files)
+        request = folder / "link-request.json"
+        plain = {name: str(path) for name, path in files.items()}
+        request.write_text(json.dumps({"files": plain, "bits_per_second": bits_per_second}), encoding="utf-8")
+        self._command = [sys.executable, "-m", "jobs.bench.link_process", str(request)]
+
+    def __enter__(self) -> Link:
+        self._process = subprocess.Popen(self._command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline()
+        if not said:
+            raise StorageError(f"the throttled link did not start (exit status {self._process.wait()})")
+        self._port = int(said)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def get(self, name: str) -> bytes:
+        """The bytes of that name, as fast as the link is. Raises StorageError where it breaks."""
+        with socket.create_connection(("127.0.0.1", self._port)) as link:
+            link.sendall(name.encode() + b"\n")
+            with link.makefile("rb") as stream:
+                size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+                data = bytearray(size)
+                count = stream.readinto(data)
+        if not size or count != size:
+            raise StorageError(f"the throttled link ended {size - count} bytes early")
+        return bytes(data)
+
+
+class LinkedStore(Store):
+    """A store whose blobs come over a link; everything else, and all while there is none, comes as it lies there."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.uri)
+        self.link: Link | None = None
+
+    def get(self, path: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """As Store.get."""
+        if self.link is not None and path in self.link.names:
+            return self.link.get(path)[start:end]
+        return super().get(path, start=start, end=end)

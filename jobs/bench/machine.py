@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-
-def available_cores() -> int:
-    """Logical processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from pipeline.ray_runtime import available_cores
 
 
 def describe() -> dict[str, Any]:

@@ -23,11 +23,12 @@ import codec
 from codec.errors import UserError
 from codec.predictor.config import KINDS
 from jobs.arguments import add_loop
-from jobs.bench.machine import available_cores, describe
+from jobs.bench.machine import describe
 from jobs.bench.prompts import read_prompts
 from jobs.bench.turns import Note, take_turns
 from pipeline.model_source import RUN_DTYPES, load_tokenizer, resolve_cache_format, resolve_model
 from pipeline.options import MAX_CHUNK_TOKENS, Options, check_window
+from pipeline.ray_runtime import available_cores
 from pipeline.rung import Rung
 from pipeline.target import Target, load_target
 

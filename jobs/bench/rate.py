@@ -35,7 +35,7 @@ from codec.formats import number_format
 from codec.scales import CacheScales
 from jobs.arguments import add_cache, add_coder, add_loop
 from jobs.bench.decode_process import Decoded, Request, StoredPrompt, decode_elsewhere
-from jobs.bench.machine import available_cores, describe, peak_rss_bytes
+from jobs.bench.machine import describe, peak_rss_bytes
 from jobs.bench.prompts import read_prompts
 from pipeline.cache_scales import largest
 from pipeline.calibration import closed_sample
@@ -50,10 +50,12 @@ from pipeline.options import (
     scale_mode,
 )
 from pipeline.paths import blob_path, predictor_path, profile_path
+from pipeline.ray_runtime import available_cores
 from pipeline.rung import Rung
 from pipeline.store import Store
 from pipeline.target import Target, kv_shape, load_target, run_format
 from pipeline.target import context_length as context_length_of
+from pipeline.work import put_predictor, put_profile
 
 Note = Callable[[str], None]
 
@@ -254,10 +256,10 @@ def calibrate(
     rung = Rung(settings.predictor, settings.loop, settings.window)
     ranges = rung.ranges(target, prompts) if rung.calibrated else None
     predictor = rung.build(target, ranges, prompts)
-    store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+    put_predictor(store, predictor)
     fit = _calibrate_closed if settings.loop == "closed" else _calibrate_open
     profile = fit(settings, target, identity, predictor, prompts, note)
-    store.put_new(profile_path(profile.id), profile.to_bytes())
+    put_profile(store, profile)
     return predictor, profile
 
 

@@ -1,14 +1,19 @@
 """`restore`: how long a stored prefix takes to come back, against prefilling it and against fetching the raw cache.
 
-Calibrates and encodes as `rate` does; then each evaluation prompt is fetched and decoded as a whole, layer by layer, and compared with the
-checksums of the target's cache. The link is real: a socket on the loopback address behind a token bucket. All are medians over
-prompts and repeats, in seconds a prompt; predictor and profile are loaded, as in a service.
+Calibrates and encodes as `rate` does; then each evaluation prompt is restored and compared with the checksums of the target's cache:
+decoded as a whole, layer by layer, from blobs that are there, and over links, where later blobs arrive while earlier ones are decoded.
+A link is real: a server process on the loopback address behind a token bucket. All are medians over prompts and repeats, in seconds a
+prompt; predictor and profile are loaded, as in a service. With one thread, seconds without a link are of processor time, so that
+processes beside it count less; compare them with those over links only on a machine that does nothing else.
 
 prefill_seconds   the target over the whole prompt in one pass
 decode_seconds    the blobs, already fetched, to K and V of all layers; first_layer_seconds: until the first of them
-links             by bandwidth: raw_seconds, to fetch the raw cache; restore_seconds, to fetch the blobs (fetch_seconds) and decode them;
+links             by bandwidth: raw_seconds, to fetch the raw cache; restore_seconds, from asking for the first blob to the last layer;
+                  busy_seconds, what of that was processor time; fetch_seconds, the blobs alone;
                   reached_bits_per_s, what the machine made of the bandwidth with the raw cache
-verified          every chunk came back with the checksums taken before encoding
+worth_below_bits_per_s   over slower links than this restoring is sooner done than fetching the raw cache. Computed: all but the first
+                  blob come while others are decoded
+verified          every chunk came back with the checksums taken before encoding, each time
 """
 
 from __future__ import annotations
@@ -18,37 +23,55 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 import codec
 from codec import checksums
 from codec.errors import UserError
 from jobs.bench import rate
 from jobs.bench.decode_process import StoredPrompt
-from jobs.bench.link import fetch_seconds
+from jobs.bench.link import Link, LinkedStore
 from jobs.bench.machine import describe
 from jobs.bench.rate import Settings
 from pipeline.paths import blob_path
+from pipeline.restoration.catalogue import Chunk, Generation, Match
+from pipeline.restoration.restorer import Restoration, Workshop
 from pipeline.store import Store
 from pipeline.target import Target
 
 Note = Callable[[str], None]
+Layers = list[tuple[Tensor, Tensor]]
+RAW = "raw"
 LINKS = {"100 Mb/s": 1e8, "1 Gb/s": 1e9, "10 Gb/s": 1e10}
 TOKENS, TRAIN, TEST, REPEATS = 2048, 4, 2, 3
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One decoding of one prompt."""
+class Prompt:
+    """A stored prompt: what is asked for, where its blobs are, and what must come back, in hexadecimal."""
 
-    first_layer: float
-    seconds: float
-    right: bool
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+    match: Match
+    blobs: list[str]
+    checksums: Sequence[str]
+
+
+@dataclass
+class Times:
+    """Seconds of each repeat on each prompt, and whether everything was right."""
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    first_layer: list[float] = field(default_factory=list)
+    links: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    right: bool = True
+    clock: Callable[[], float] = time.perf_counter  # of what needs no link
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +108,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     for name, link in r["links"].items():
         times = f"restored in {link['restore_seconds']:.2f} s, raw in {link['raw_seconds']:.2f} s"
         out.append((f"at {name}", f"{times} ({link['reached_bits_per_s'] / 1e9:.2f} Gb/s reached)"))
+    out.append(("restoring beats raw", f"below {r['worth_below_bits_per_s'] / 1e6:,.0f} Mb/s"))
     out.append(("verified", "all chunks" if r["verified"] else "NO: decoded bits differ from the target's"))
     return [*out, ("machine", f"{m['cpu']}, {s['threads']} threads of {m['cores']} cores, load {m['load']}")]
 
@@ -96,73 +120,110 @@ def measure(settings: Settings, folder: Path, note: Note, repeats: int) -> dict[
     store = Store.open(str(folder / "store"))
     predictor, profile = rate.calibrate(settings, target, identity, store, train, note)
     encoded = rate.encode_prompts(settings, target, predictor, profile, store, test, note)
-    chunks = len(encoded.checksums) // len(test)
-    prefills, decodings, sizes = [], [], []
-    for number, (prompt, ids) in enumerate(zip(encoded.prompts, test, strict=True)):
-        note(f"timing prompt {number + 1} of {len(test)}")
-        wanted = encoded.checksums[number * chunks : (number + 1) * chunks]
-        prefills += [_prefill(target, ids) for _ in range(repeats)]
-        blobs = [store.get(blob_path(identity, profile.id, bytes.fromhex(key))) for key in prompt.keys]
-        sizes.append(sum(map(len, blobs)))
-        decode = partial(_decode, predictor, profile, prompt, blobs, wanted, settings.chunk_tokens)
-        decode()  # compiled loops are loaded or compiled at their first use
-        decodings += [decode() for _ in range(repeats)]
-    raw, stored = encoded.raw_bytes // len(test), int(statistics.median(sizes))
-    seconds = statistics.median(d.seconds for d in decodings)
+    generation = Generation(
+        identity, profile.id, predictor.fingerprint, profile.cache_format, settings.chunk_tokens, ""
+    )
+    chunks, raw = len(encoded.checksums) // len(test), encoded.raw_bytes // len(test)
+    prompts = [
+        _prompt(store, generation, stored, encoded.checksums[number * chunks : (number + 1) * chunks])
+        for number, stored in enumerate(encoded.prompts)
+    ]
+    (folder / RAW).write_bytes(bytes(raw))
+    times = Times(clock=time.process_time if settings.threads == 1 else time.perf_counter)
+    workshop = Workshop(LinkedStore(store))
+    note("timing")
+    _decode(
+        workshop, prompts[0], Times()
+    )  # loads the predictor; compiled loops are loaded or compiled at their first use
+    for number, prompt in enumerate(prompts):
+        for _ in range(repeats):
+            times.prefill.append(_prefill(target, test[number], times.clock))
+            _decode(workshop, prompt, times)
+        _over_links(workshop, prompt, repeats, times, folder, note)
+    stored = int(statistics.median(prompt.match.stored_bytes for prompt in prompts))
+    first = statistics.median(prompt.match.chunks[0].stored_bytes for prompt in prompts)
+    decode = statistics.median(times.decode)
     return {
-        "prefill_seconds": statistics.median(prefills),
-        "decode_seconds": seconds,
-        "first_layer_seconds": statistics.median(d.first_layer for d in decodings),
-        "links": {
-            name: _link(bandwidth, raw, stored, seconds, repeats, note, name) for name, bandwidth in LINKS.items()
-        },
+        "prefill_seconds": statistics.median(times.prefill),
+        "decode_seconds": decode,
+        "first_layer_seconds": statistics.median(times.first_layer),
+        "links": {name: _link(found, raw) for name, found in times.links.items()},
+        "worth_below_bits_per_s": 8 * (raw - first) / decode,
         "raw_bytes": raw,
         "stored_bytes": stored,
-        "verified": all(d.right for d in decodings),
+        "verified": times.right,
         "repeats": repeats,
         "settings": rate.shown(settings, target),
         "machine": machine,
     }
 
 
-def _link(
-    bandwidth: float, raw: int, stored: int, decode: float, repeats: int, note: Note, name: str
-) -> dict[str, float]:
-    note(f"fetching at {name}")
-    raws, blobs = ([fetch_seconds(size, bandwidth) for _ in range(repeats)] for size in (raw, stored))
-    slow, fetched = statistics.median(raws), statistics.median(blobs)
-    reached = 8 * raw / slow
-    return {
-        "raw_seconds": slow,
-        "fetch_seconds": fetched,
-        "restore_seconds": fetched + decode,
-        "reached_bits_per_s": reached,
-    }
+def _link(found: dict[str, list[float]], raw: int) -> dict[str, float]:
+    medians = {f"{name}_seconds": statistics.median(values) for name, values in found.items()}
+    return medians | {"reached_bits_per_s": 8 * raw / medians["raw_seconds"]}
 
 
-def _prefill(target: Target, ids: torch.Tensor) -> float:
+def _prompt(store: Store, generation: Generation, stored: StoredPrompt, sums: Sequence[str]) -> Prompt:
+    """What the index would say of a prompt that was encoded here."""
+    keys = [bytes.fromhex(key) for key in stored.keys]
+    paths = [blob_path(generation.target, generation.profile, key) for key in keys]
+    chunks = []
+    for number, (key, path) in enumerate(zip(keys, paths, strict=True)):
+        blob = store.get(path)
+        header = codec.read_header(blob)
+        digest = checksums.chain(header.parent_digest, header.layer_checksums)
+        chunks.append(Chunk(key, number * generation.chunk_tokens, header.tokens, digest, len(blob)))
+    return Prompt(np.array(stored.token_ids), Match(generation, tuple(chunks)), paths, sums)
+
+
+def _prefill(target: Target, ids: Tensor, clock: Callable[[], float]) -> float:
     cache = target.new_cache()
-    begin = time.perf_counter()
+    begin = clock()
     target.prefill(cache, ids)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
-def _decode(
-    predictor: codec.Predictor, profile: codec.Profile, prompt: StoredPrompt, blobs: Sequence[bytes], wanted: Sequence[str], step: int
-) -> Timed:  # fmt: skip
-    """Decode one prompt's blobs together, and compare every chunk with its checksums, in hexadecimal."""
-    headers = [codec.read_header(blob) for blob in blobs]
-    identities = [
-        codec.ChunkIdentity(profile.target, bytes.fromhex(key), header.parent_digest, number * step)
-        for number, (key, header) in enumerate(zip(prompt.keys, headers, strict=True))
-    ]
-    task = codec.PrefixTask(predictor.new_state(), torch.tensor(prompt.token_ids), blobs, identities)
-    begin = time.perf_counter()
-    decoding = codec.decode_prefixes(predictor, profile, [task])
-    layers = [next(decoding)[0]]
-    first = time.perf_counter() - begin
-    layers += [pair for (pair,) in decoding]
-    seconds = time.perf_counter() - begin
-    parts = [slice(i.first_token, i.first_token + h.tokens) for i, h in zip(identities, headers, strict=True)]
-    sums = [checksums.layer_checksums([(k[:, p], v[:, p]) for k, v in layers], profile.format).hex() for p in parts]
-    return Timed(first, seconds, sums == list(wanted))
+def _decode(workshop: Workshop, prompt: Prompt, times: Times) -> None:
+    """A prompt's blobs, which are there, decoded together."""
+    restored = workshop.open(prompt.ids, [prompt.match])
+    begin = times.clock()
+    layers = []
+    for number, pair in restored.layers():
+        layers.append(pair)
+        if not number:
+            times.first_layer.append(times.clock() - begin)
+    times.decode.append(times.clock() - begin)
+    times.right &= _right(restored, layers, prompt)
+
+
+def _over_links(workshop: Workshop, prompt: Prompt, repeats: int, times: Times, folder: Path, note: Note) -> None:
+    """Over each link in its turn: the raw cache, the blobs alone, and a restored prefix."""
+    store = workshop.store
+    assert isinstance(store, LinkedStore)
+    files = {path: folder / "store" / path for path in prompt.blobs} | {RAW: folder / RAW}
+    for name, bandwidth in LINKS.items():
+        note(f"restoring over {name}")
+        found = times.links.setdefault(name, {"raw": [], "fetch": [], "restore": [], "busy": []})
+        with Link(files, bandwidth, folder) as store.link:
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                store.link.get(RAW)
+                raw = time.perf_counter()
+                for path in prompt.blobs:
+                    store.link.get(path)
+                fetched, idle = time.perf_counter(), time.process_time()
+                restored = workshop.open(prompt.ids, [prompt.match], decode=True)
+                layers = restored.load()
+                end, busy = time.perf_counter(), time.process_time()
+                for side, seconds in zip(found, (raw - begin, fetched - raw, end - fetched, busy - idle), strict=True):
+                    found[side].append(seconds)
+                times.right &= _right(restored, layers, prompt)
+        store.link = None
+
+
+def _right(restored: Restoration, layers: Layers, prompt: Prompt) -> bool:
+    """Whether every chunk has the checksums that were taken before it was encoded."""
+    parts = [slice(chunk.first_token, chunk.first_token + chunk.tokens) for chunk in prompt.match.chunks]
+    fmt = restored.decoder.profile.format
+    sums = [checksums.layer_checksums([(k[:, part], v[:, part]) for k, v in layers], fmt).hex() for part in parts]
+    return sums == list(prompt.checksums)

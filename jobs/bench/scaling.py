@@ -1,11 +1,14 @@
 """`scaling`: tokens a second and memory against context length, actors, and chunks in the index.
 
-Lengths and windows: one prompt of each length, encoded and decoded chunk by chunk, each in a process of its own, after one chunk to
-warm up; speeds are medians of its repeats. Memory is the peak over what was held before (model, predictor and profile loaded).
+Lengths and windows: one prompt of each length, encoded chunk by chunk, decoded chunk by chunk as verification does, and decoded all
+together, a layer at a time, as restoring does; each in a process of its own, after one chunk to warm up. Speeds are medians of its
+repeats. Memory is the peak over what was held before (model, predictor and profile loaded).
 A rung is calibrated anew for each window, on prompts of --train-tokens. Actors: the real job on an embedded Ray, nothing verified.
 
-lengths         by window and tokens: encode_tokens_per_s, decode_tokens_per_s, target_tokens_per_s, raw_bytes, and
-                encode_memory, decode_memory: the peak over the raw cache's bytes. Encoding's peak holds the target's own cache, too
+lengths         by window and tokens: encode_tokens_per_s, decode_tokens_per_s, restore_tokens_per_s, target_tokens_per_s, raw_bytes,
+                weights_bytes (the stored predictor), and encode_memory, decode_memory, restore_memory: the peak over the raw cache's
+                bytes. Encoding's peak holds the target's own cache, too. decode_batch_memory, restore_batch_memory: the same peaks
+                with the weights, over what is decoded together (one chunk; the whole prompt) with the weights
 window_keeps    by window: decode_tokens_per_s at the longest length over that at the one nearest 1,024
 actors          by number: tokens_per_s of one actor, target and codec; all: times the actors, and seconds of the whole job
 index           rows, parts and bytes of an index of made-up chunks, write_seconds; plan_seconds to find `asked` chunks among them and
@@ -37,6 +40,7 @@ from jobs.bench.machine import available_cores, describe
 from jobs.bench.prompts import read_prompts
 from jobs.bench.turns import Note
 from pipeline.model_source import load_config, load_tokenizer, resolve_model
+from pipeline.paths import predictor_path
 from pipeline.store import Store
 from pipeline.target import context_length
 
@@ -120,9 +124,11 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     s, m, out = result["settings"], result["machine"], []
     for window, lengths in result["lengths"].items():
         for tokens, f in lengths.items():
-            text = f"encode {f['encode_tokens_per_s']:,.1f}, decode {f['decode_tokens_per_s']:,.1f}, target {f['target_tokens_per_s']:,.1f}"
-            memory = f"memory {f['encode_memory']:.2f}x and {f['decode_memory']:.2f}x the raw cache"
-            out.append((f"{int(tokens):,} tokens, {_window(window)}", f"{text} tokens/s; {memory}"))
+            speeds = [f"{name} {f[f'{name}_tokens_per_s']:,.1f}" for name in ("encode", "decode", "restore", "target")]
+            memory = ", ".join(f"{f[f'{name}_memory']:.2f}x" for name in ("encode", "decode", "restore"))
+            batch = " and ".join(f"{f[f'{name}_batch_memory']:.2f}x" for name in ("decode", "restore"))
+            text = f"{', '.join(speeds)} tokens/s; memory {memory} the raw cache; with weights {batch} a batch with weights"
+            out.append((f"{int(tokens):,} tokens, {_window(window)}", text))
     for window, share in result["window_keeps"].items():
         out.append((f"longest over 1,024, {_window(window)}", f"{share:.2f}"))
     for number, f in result["actors"].items():
@@ -198,16 +204,22 @@ def _point(request: dict[str, Any], folder: Path) -> tuple[dict[str, float], boo
     count, store = len(request["token_ids"]), Store.open(request["store"])
     encoded = ask(CHILD, request | {"do": "encode"}, folder, "encoding")
     decoded = ask(CHILD, request | {"do": "decode"}, folder, "decoding")
+    restored = ask(CHILD, request | {"do": "restore"}, folder, "restoring")
     for path in list(store.list("blobs/")):
         store.delete(path)
+    raw, weights = encoded["raw_bytes"], store.size(predictor_path(bytes.fromhex(request["predictor"])))
+    taken = {name: f["peak_bytes"] - f["loaded_bytes"] for name, f in (("decode", decoded), ("restore", restored))}
+    together = {"decode": raw * min(count, request["chunk_tokens"]) / count, "restore": raw}
     figures = {
         "encode_tokens_per_s": count / encoded["seconds"], "decode_tokens_per_s": count / decoded["seconds"],
-        "target_tokens_per_s": count / encoded["target_seconds"], "raw_bytes": encoded["raw_bytes"],
-        "encode_memory": (encoded["peak_bytes"] - encoded["loaded_bytes"]) / encoded["raw_bytes"],
-        "decode_memory": (decoded["peak_bytes"] - decoded["loaded_bytes"]) / encoded["raw_bytes"],
+        "restore_tokens_per_s": count / restored["seconds"], "target_tokens_per_s": count / encoded["target_seconds"],
+        "raw_bytes": raw, "weights_bytes": weights, "encode_memory": (encoded["peak_bytes"] - encoded["loaded_bytes"]) / raw,
         "encode_peak_bytes": encoded["peak_bytes"], "decode_peak_bytes": decoded["peak_bytes"],
     }  # fmt: skip
-    return figures, decoded["checksums"] == encoded["checksums"]
+    for name, peak in taken.items():
+        figures[f"{name}_memory"] = peak / raw
+        figures[f"{name}_batch_memory"] = (peak + weights) / (together[name] + weights)
+    return figures, decoded["checksums"] == encoded["checksums"] == restored["checksums"]
 
 
 def _keeps(points: dict[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""One point of `scaling` in a process of its own: `encode`, `decode` or `index`.
+"""One point of `scaling` in a process of its own: `encode`, `decode`, `restore` or `index`.
 
 python -m jobs.bench.scaling_process REQUEST.json
 """
@@ -32,6 +32,7 @@ def work(request: dict[str, Any]) -> Mapping[str, Any]:
     doing: dict[str, Callable[[dict[str, Any]], Mapping[str, Any]]] = {
         "encode": encode,
         "decode": decode,
+        "restore": restore,
         "index": fill,
     }
     with torch.no_grad():
@@ -116,6 +117,42 @@ def decode(request: dict[str, Any]) -> Mapping[str, Any]:
     return {
         "seconds": statistics.median(times), "checksums": sums, "loaded_bytes": before, "peak_bytes": peak_rss_bytes(),
     }  # fmt: skip
+
+
+def restore(request: dict[str, Any]) -> Mapping[str, Any]:
+    """Decode all chunks of the prompt together, a layer at a time, as often as asked: what a restored prefix costs."""
+    point = _Point(request)
+    times, sums, before = list[float](), list[list[str]](), 0
+    for repeat in range(request["repeats"] + 1):
+        if repeat == 1:
+            before = rss_bytes()
+            reset_peak()
+        task, seconds = _prefix(point, len(point.ids) if repeat else 1), 0.0
+        decoding = codec.decode_prefixes(point.predictor, point.profile, [task], keep=False)
+        for layer in range(point.predictor.config.layers):
+            begin = time.perf_counter()
+            ((key, value),) = next(decoding)
+            seconds += time.perf_counter() - begin
+            if repeat == 1:
+                chunks = zip(*(t.split(request["chunk_tokens"], 1) for t in (key, value)), strict=True)
+                found = [checksums.layer_checksums([pair], point.profile.format).hex() for pair in chunks]
+                sums = [[part] for part in found] if layer == 0 else [[*a, b] for a, b in zip(sums, found, strict=True)]
+        if repeat:
+            times.append(seconds)
+    return {
+        "seconds": statistics.median(times), "checksums": ["".join(parts) for parts in sums], "loaded_bytes": before,
+        "peak_bytes": peak_rss_bytes(),
+    }  # fmt: skip
+
+
+def _prefix(point: _Point, chunks: int) -> codec.PrefixTask:
+    """The prompt's first chunks as stored."""
+    blobs = [point.store.get(point.path(number)) for number in range(chunks)]
+    identities, first = list[codec.ChunkIdentity](), 0
+    for number, ids in enumerate(point.ids[:chunks]):
+        identities.append(point.identity(number, codec.read_header(blobs[number]).parent_digest, first))
+        first += len(ids)
+    return codec.PrefixTask(point.predictor.new_state(), torch.cat(point.ids[:chunks]), blobs, identities)
 
 
 # ---------------------------------------------------------------- the index

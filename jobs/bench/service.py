@@ -2,12 +2,16 @@
 
 Starts jobs/serve.py on an existing store and asks it for prompts of that store, from many connections at a time. The first answer for a
 prompt is compared with the checksums in the index, every other one with the first. A client that is told to come again waits and does.
+Clients ask for the same few prompts in turn, as agents do; with --keep-decoded 0 the service decodes them again and again.
 
 requests_per_s        caches that arrived whole
 p50_seconds, p99_seconds   from a client's first try to the last byte, the times that it was sent away included
 refused               answers 503: all places were taken
-wrong                 answers that were cut short or held other bits; `verified` is false if there are any
-memory_bytes          of the replicas, after the first answers and then ten times while requests are answered
+unanswered            clients that were sent away, or had no answer, for two minutes
+cut                   answers that ended early, as those over the service's deadline do
+wrong                 whole answers that held other bits; `verified` is false if there are any, cut or unanswered ones
+memory                of the replicas, at the start, after every hundred requests, and at the end: requests answered so far, bytes, and
+                      own_bytes, without what other processes have mapped, too (Ray's object store, through which answers go)
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,7 +53,8 @@ from pipeline.verify import CHECKSUM_BYTES
 Note = Callable[[str], None]
 START_SECONDS = 300.0
 TRIES_SECONDS = 120.0  # a client that was sent away for so long has failed
-MEMORY_READINGS = 10
+READ_MEMORY = 100  # requests between two readings
+SERVE_FLAGS = {"concurrency": "N", "waiting": "N", "keep-decoded": "SIZE"}
 REPLICA = "ServeReplica"  # in the command lines of replicas
 
 
@@ -69,8 +74,11 @@ class Seen:
 
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
+    unanswered: int = 0
+    cut: int = 0
     wrong: int = 0
     bytes: int = 0
+    memory: list[Reading] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=int, default=8, metavar="N", help="different prompts, the longest ones (default: %(default)s)"
     )
     add("--replicas", type=int, default=1, metavar="N", help="of the service (default: %(default)s)")
-    add("--concurrency", type=int, default=4, metavar="N", help="of a replica (default: %(default)s)")
+    for flag, metavar in SERVE_FLAGS.items():
+        add(f"--{flag}", metavar=metavar, help="passed on to jobs/serve.py (default: as there)")
 
 
 def run(given: argparse.Namespace, note: Note) -> dict[str, Any]:
@@ -98,7 +107,7 @@ def run(given: argparse.Namespace, note: Note) -> dict[str, Any]:
     with served(given) as (port, pid):
         sizes, digests = zip(*(first_answer(port, one) for one in wanted), strict=True)
         note(f"{given.clients} clients for {given.seconds:g} s")
-        seen, memory, seconds = load(port, pid, wanted, digests, given)
+        seen, seconds = load(port, pid, wanted, digests, given)
     times = sorted(seen.seconds)
     return {
         "requests": len(times),
@@ -107,10 +116,13 @@ def run(given: argparse.Namespace, note: Note) -> dict[str, Any]:
         "p99_seconds": times[min(len(times) - 1, len(times) * 99 // 100)] if times else None,
         "bytes_per_s": seen.bytes / seconds,
         "refused": seen.refused,
+        "unanswered": seen.unanswered,
+        "cut": seen.cut,
         "wrong": seen.wrong,
-        "memory_bytes": memory,
-        "verified": seen.wrong == 0 and bool(times),
-        "settings": {name: getattr(given, name) for name in ("model", "clients", "seconds", "replicas", "concurrency")}
+        "memory": [asdict(one) for one in seen.memory],
+        "verified": seen.wrong == seen.cut == seen.unanswered == 0 and bool(times),
+        "settings": {name: getattr(given, name) for name in ("model", "clients", "seconds", "replicas")}
+        | {flag.replace("-", "_"): value for flag, value in _serve_flags(given).items()}
         | {"prompts": len(wanted), "bytes_a_prompt": int(statistics.mean(sizes))},
         "machine": describe(),
     }
@@ -119,15 +131,18 @@ def run(given: argparse.Namespace, note: Note) -> dict[str, Any]:
 def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures for people."""
     s, m = result["settings"], result["machine"]
-    memory = [f"{size / 2**20:,.0f}" for size in result["memory_bytes"]]
+    memory = [f"{one['own_bytes'] / 2**20:,.0f} ({one['requests']:,})" for one in result["memory"]]
     latency = (
         f"p50 {result['p50_seconds']:.2f} s, p99 {result['p99_seconds']:.2f} s" if result["requests"] else "no answer"
     )
     return [
         ("clients", f"{s['clients']}, {s['prompts']} prompts of {s['bytes_a_prompt']:,} bytes on average"),
-        ("answered", f"{result['requests']:,}, {result['requests_per_s']:.2f} a second, {result['wrong']} wrong"),
-        ("latency", f"{latency}, {result['refused']:,} times sent away"),
-        ("memory", f"{', '.join(memory)} MiB"),
+        (
+            "answered",
+            f"{result['requests']:,}, {result['requests_per_s']:.2f} a second, {result['wrong']} wrong, {result['cut']} cut",
+        ),
+        ("latency", f"{latency}, {result['refused']:,} times sent away, {result['unanswered']:,} without an answer"),
+        ("memory", f"{', '.join(memory)} MiB (after requests), without what is shared"),
         ("machine", f"{m['cpu']}, {m['cores']} cores, load {m['load']}"),
     ]
 
@@ -167,7 +182,8 @@ def served(given: argparse.Namespace) -> Iterator[tuple[int, int]]:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, str(ROOT / "jobs" / "serve.py"), "--store", given.store, "--model", given.model, "--port", str(port),
-               "--replicas", str(given.replicas), "--concurrency", str(given.concurrency)]  # fmt: skip
+               "--replicas", str(given.replicas)]  # fmt: skip
+    command += [word for flag, value in _serve_flags(given).items() for word in (f"--{flag}", value)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + START_SECONDS
@@ -187,6 +203,12 @@ def served(given: argparse.Namespace) -> Iterator[tuple[int, int]]:
             process.kill()
 
 
+def _serve_flags(given: argparse.Namespace) -> dict[str, str]:
+    """Those of SERVE_FLAGS that were given."""
+    found = {flag: getattr(given, flag.replace("-", "_")) for flag in SERVE_FLAGS}
+    return {flag: value for flag, value in found.items() if value is not None}
+
+
 def _healthy(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
@@ -198,13 +220,24 @@ def _healthy(port: int) -> bool:
         connection.close()
 
 
-def replica_bytes(pid: int) -> int:
-    """Memory that the replicas of the service hold now."""
-    total = 0
+@dataclass(frozen=True)
+class Reading:
+    """Memory of the replicas after so many answers: all of it, and without what they share with other processes (Ray's object store)."""
+
+    requests: int
+    bytes: int
+    own_bytes: int
+
+
+def read_memory(pid: int, requests: int) -> Reading:
+    """What the replicas of the service hold now."""
+    total = own = 0
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):  # one that has just ended
-            total += process.memory_info().rss if REPLICA in " ".join(process.cmdline()) else 0
-    return total
+            if REPLICA in " ".join(process.cmdline()):
+                found = process.memory_info()
+                total, own = total + found.rss, own + found.rss - found.shared
+    return Reading(requests, total, own)
 
 
 # ---------------------------------------------------------------- clients
@@ -238,8 +271,8 @@ def first_answer(port: int, wanted: Wanted) -> tuple[int, bytes]:
 
 def load(
     port: int, pid: int, wanted: Sequence[Wanted], digests: Sequence[bytes], given: argparse.Namespace
-) -> tuple[Seen, list[int], float]:
-    """Let the clients ask for all prompts in turn; what they saw, memory as time went by, and how long it took."""
+) -> tuple[Seen, float]:
+    """Let the clients ask for all prompts in turn; what they saw, and how long it took."""
     seen, lock, turns = Seen(), threading.Lock(), itertools.count()
     begin = time.monotonic()
 
@@ -262,17 +295,20 @@ def load(
                 seen.bytes += len(data)
                 if right:
                     seen.seconds.append(time.monotonic() - start)
+                elif status == 503:
+                    seen.unanswered += 1
+                elif status == 0:
+                    seen.cut += 1
                 else:
                     seen.wrong += 1
 
     threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(given.clients)]
-    memory = [replica_bytes(pid)]
+    seen.memory.append(read_memory(pid, 0))
     for thread in threads:
         thread.start()
-    readings = 1
     while any(thread.is_alive() for thread in threads):
         time.sleep(0.2)
-        if time.monotonic() - begin > readings * given.seconds / MEMORY_READINGS:
-            readings += 1
-            memory.append(replica_bytes(pid))
-    return seen, memory, time.monotonic() - begin
+        if len(seen.seconds) >= seen.memory[-1].requests + READ_MEMORY:
+            seen.memory.append(read_memory(pid, len(seen.seconds)))
+    seen.memory.append(read_memory(pid, len(seen.seconds)))
+    return seen, time.monotonic() - begin

@@ -28,7 +28,7 @@ from pipeline.engines.spool import SpooledCache, read
 from pipeline.lease import at_work
 from pipeline.model_source import ModelSource, load_config, run_format
 from pipeline.options import Options
-from pipeline.paths import predictor_path, profile_path, prompts_path
+from pipeline.paths import prompts_path
 from pipeline.progress import Reporter
 from pipeline.prompts import part_bytes, part_name
 from pipeline.restoration.span import bits
@@ -37,7 +37,7 @@ from pipeline.store import Store
 from pipeline.target import Target, load_target
 from pipeline.tenancy import Roots, tenant_name
 from pipeline.truth import KV, Truth
-from pipeline.work import WRITTEN, Device, Group, GroupResult, Job, PromptRef
+from pipeline.work import WRITTEN, Device, Group, GroupResult, Job, PromptRef, put_predictor, put_profile
 
 Tell = Callable[[str], None]
 
@@ -213,9 +213,8 @@ def _calibrated(job: Job, given: Given, files: Sequence[Path], device: Device, t
         scales=job.cache_scales,
         coder=job.coder,
     )
-    job.store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
-    job.store.put_new(profile_path(profile.id), profile.to_bytes())
-    return offer_profile(job, profile.id)
+    put_predictor(job.store, predictor)
+    return offer_profile(job, put_profile(job.store, profile))
 
 
 def _cut(cache: SpooledCache) -> SpooledCache:

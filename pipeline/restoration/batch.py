@@ -12,7 +12,8 @@ from codec.errors import ChunkFailed
 from codec.formats import number_format
 from pipeline.restoration.catalogue import Ids, Match
 from pipeline.restoration.files import AtomicFile, layer_bytes, layout
-from pipeline.restoration.restorer import Pair, Restoration, Workshop
+from pipeline.restoration.prefix import Pair
+from pipeline.restoration.restorer import Restoration, Workshop
 from pipeline.restoration.span import Range
 from pipeline.restoration.together import decode_together, holders
 

@@ -20,7 +20,8 @@ from urllib.parse import quote
 from codec.errors import DataError, StorageError, UserError
 from codec.formats import NumberFormat, number_format
 from codec.keys import content_id
-from pipeline.restoration.restorer import Pair, Restoration
+from pipeline.restoration.prefix import Pair
+from pipeline.restoration.restorer import Restoration
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 SUFFIX = ".safetensors"

@@ -12,7 +12,8 @@ from pipeline.model_source import config_dict
 from pipeline.target import kv_shape
 
 if TYPE_CHECKING:
-    from pipeline.restoration.restorer import Pair, Restoration
+    from pipeline.restoration.prefix import Pair
+    from pipeline.restoration.restorer import Restoration
 
 
 @torch.no_grad()

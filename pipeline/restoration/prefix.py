@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from pipeline.restoration.catalogue import Chunk, Generation, Ids, Match
 from pipeline.store import ObjectMissing, Store
 from pipeline.work import load_predictor, load_profile
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 READ_AT_ONCE = 8
 
 
@@ -104,24 +106,34 @@ def read_prefix(store: Store, match: Match, decoder: Decoder, ids: Ids) -> Prefi
         StorageError: the store cannot be read (a blob that is not there only ends the prefix).
     """
     blobs: list[bytes] = []
-    end = "" if match.tokens == len(ids) else f"no more of the prompt is stored than its first {match.tokens} tokens"
-    parent = ROOT_DIGEST
-    for chunk, blob in zip(match.chunks, _read(store, match), strict=True):
-        place = f"{store.uri}/{_path(match, chunk)}"
-        if blob is None:
-            end = f"{place} is in the index and not in the store"
-            break
+    end = "" if match.tokens == len(ids) else unstored(match)
+    for number, blob in enumerate(_read(store, match)):
         try:
-            check_chunk(match.generation, decoder, chunk, parent, blob)
+            blobs.append(checked_blob(store, match, decoder, number, blob))
         except DataError as error:
-            end = f"{place}: {error}"
+            end = str(error)
             break
-        blobs.append(blob)
-        parent = chunk.digest
     whole = Prefix(
         store.uri, match.generation, torch.from_numpy(ids[: match.tokens].copy()), match.chunks, tuple(blobs), end
     )
     return whole if len(blobs) == len(match.chunks) else whole.first(len(blobs))
+
+
+def unstored(match: Match) -> str:
+    """Why a prefix is shorter than what was asked for, where all of it is intact."""
+    return f"no more of the prompt is stored than its first {match.tokens} tokens"
+
+
+def checked_blob(store: Store, match: Match, decoder: Decoder, number: int, blob: bytes | None) -> bytes:
+    """The blob of a match's chunk `number`, found to be what it should be. Raises DataError, which names its place."""
+    chunk, place = match.chunks[number], f"{store.uri}/{_path(match, match.chunks[number])}"
+    if blob is None:
+        raise DataError(f"{place} is in the index and not in the store")
+    try:
+        check_chunk(match.generation, decoder, chunk, match.chunks[number - 1].digest if number else ROOT_DIGEST, blob)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    return blob
 
 
 def check_chunk(generation: Generation, decoder: Decoder, chunk: Chunk, parent: bytes, blob: bytes) -> None:
@@ -151,20 +163,21 @@ def check_chunk(generation: Generation, decoder: Decoder, chunk: Chunk, parent: 
         raise BlobError("its layers have another shape than the predictor's")
 
 
+def read_blob(store: Store, match: Match, chunk: Chunk) -> bytes | None:
+    """A chunk's blob, not checked; None where there is none. No more is read than the index says it has. Raises StorageError."""
+    try:
+        return store.get(_path(match, chunk), start=0, end=chunk.stored_bytes + 1)
+    except ObjectMissing:
+        return None
+
+
 def _read(store: Store, match: Match) -> Iterator[bytes | None]:
-    """The blobs in order, a few ahead; None for one that is not there. No more is read of one than the index says it has."""
-
-    def get(chunk: Chunk) -> bytes | None:
-        try:
-            return store.get(_path(match, chunk), start=0, end=chunk.stored_bytes + 1)
-        except ObjectMissing:
-            return None
-
+    """The blobs in order, a few ahead."""
     with ThreadPoolExecutor(READ_AT_ONCE) as pool:
         waiting: list[Chunk] = list(match.chunks)
         while waiting:
             batch, waiting = waiting[:READ_AT_ONCE], waiting[READ_AT_ONCE:]
-            yield from pool.map(get, batch)
+            yield from pool.map(partial(read_blob, store, match), batch)
 
 
 def _path(match: Match, chunk: Chunk) -> str:

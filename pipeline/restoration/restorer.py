@@ -16,19 +16,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 import codec
 from codec.errors import ChunkFailed, DataError, KnownAnswerMismatch, UserError
 from codec.scales import CacheScales
+from pipeline.restoration.arriving import decode_arriving
 from pipeline.restoration.catalogue import Catalogue, Generation, Ids, Match, token_array
-from pipeline.restoration.prefix import Decoder, Prefix, read_prefix
+from pipeline.restoration.prefix import Decoder, Pair, Prefix, read_prefix, unstored
 from pipeline.restoration.span import Range, Span
 from pipeline.restoration.targets import find_target, followed
 from pipeline.store import ObjectMissing, Store
 from pipeline.target import check_device
 
-Pair = tuple[Tensor, Tensor]
 LOADED = 2  # predictors that a restorer keeps
 
 
@@ -48,10 +46,12 @@ class Restoration:
     """
 
     def __init__(
-        self, prefix: Prefix | None, decoder: Decoder | None, asked: int, notes: Sequence[str], span: Span
-    ) -> None:
+        self, prefix: Prefix | None, decoder: Decoder | None, asked: int, notes: Sequence[str], span: Span,
+        decoded: list[Pair] | None = None,
+    ) -> None:  # fmt: skip
         self._prefix, self._decoder, self.asked, self.span = prefix, decoder, asked, span
         self.notes = list(notes)
+        self._decoded = decoded
 
     @property
     def tokens(self) -> int:
@@ -109,8 +109,11 @@ class Restoration:
         if not self.tokens:
             return
         first, end = self.span.layers
+        if self._decoded is not None:
+            yield from enumerate(self._decoded, first)
+            return
         task = self.prefix.task(self.decoder.predictor.new_state())
-        decoding = codec.decode_prefixes(self.decoder.predictor, self.decoder.profile, [task])
+        decoding = codec.decode_prefixes(self.decoder.predictor, self.decoder.profile, [task], keep=False)
         try:
             for number, (pair,) in zip(range(end), decoding, strict=False):
                 if number >= first:
@@ -142,7 +145,12 @@ class Restoration:
                 yield RestoredChunk(chunk.first_token, chunk.tokens, layers)
 
     def load(self) -> list[Pair]:
-        """(K, V) of every layer asked for; [] where nothing is stored. Where a chunk fails, the prefix before it: see `notes`."""
+        """(K, V) of every layer asked for; [] where nothing is stored. Where a chunk fails, the prefix before it: see `notes`.
+
+        What was decoded already (`decode` of Restorer.restore) is handed over as it is.
+        """
+        if self._decoded is not None:
+            return self._decoded
         while self.tokens:
             try:
                 return [pair for _, pair in self.layers()]
@@ -162,7 +170,7 @@ class Restoration:
     def shorten(self, error: ChunkFailed) -> None:
         """Let the prefix end before the chunk that failed, and note why."""
         place = self.prefix.place(error.chunk)
-        self._prefix = self.prefix.first(error.chunk)
+        self._prefix, self._decoded = self.prefix.first(error.chunk), None
         self.notes.append(f"the prefix ends after {self.tokens} tokens: {place}: {error}")
 
     def _chunk(self, prefix: Prefix, state: codec.PredictorState, number: int) -> list[Pair]:
@@ -190,12 +198,15 @@ class Workshop:
         self._lock = threading.Lock()
 
     def open(
-        self, ids: Ids, matches: Sequence[Match], notes: Sequence[str] = (), layers: Range | None = None, heads: Range | None = None
+        self, ids: Ids, matches: Sequence[Match], notes: Sequence[str] = (), layers: Range | None = None, heads: Range | None = None,
+        *, decode: bool = False,
     ) -> Restoration:  # fmt: skip
         """Of these stored prefixes of a prompt the longest one that is intact: a damaged long one may be shorter than another.
 
-        ids: the prompt's, int64 [T]; matches: the longest first. Raises as Restorer.restore.
+        ids: the prompt's, int64 [T]; matches: the longest first. decode: as of Restorer.restore. Raises as Restorer.restore.
         """
+        if decode and matches and (whole := self._decoded(ids, matches[0], notes, layers, heads)):
+            return whole
         said = list(notes)
         best: Prefix | None = None
         used: Decoder | None = None
@@ -216,9 +227,22 @@ class Workshop:
             if said:
                 raise DataError("; ".join(said))
             return Restoration(None, None, len(ids), ["nothing of the prompt is stored"], Span((0, 0), (0, 0)))
-        shape = used.predictor.config
-        span = Span.of(shape.layers, shape.kv_heads, layers, heads)
-        return Restoration(best, used, len(ids), [*said, *([best.end] if best.end else [])], span)
+        return Restoration(best, used, len(ids), [*said, *([best.end] if best.end else [])], _span(used, layers, heads))
+
+    def _decoded(
+        self, ids: Ids, match: Match, notes: Sequence[str], layers: Range | None, heads: Range | None
+    ) -> Restoration | None:
+        """A match restored while it arrives; None where not all of it is right, so that it takes the closer look of `open`."""
+        try:
+            decoder = self.decoder(match.generation)
+            span = _span(decoder, layers, heads)
+            prefix, found = decode_arriving(self.store, match, decoder, ids, span)
+        except KnownAnswerMismatch:
+            raise
+        except (DataError, ObjectMissing):  # ChunkFailed is one
+            return None
+        end = [] if match.tokens == len(ids) else [unstored(match)]
+        return Restoration(prefix, decoder, len(ids), [*notes, *end], span, found)
 
     def decoder(self, generation: Generation) -> Decoder:
         """Predictor and profile of a generation. Raises DataError, StorageError."""
@@ -229,6 +253,11 @@ class Workshop:
                 self._decoders[generation.profile] = Decoder.load(self.store, generation, self._device)
             self._decoders.move_to_end(generation.profile)
             return self._decoders[generation.profile]
+
+
+def _span(decoder: Decoder, layers: Range | None, heads: Range | None) -> Span:
+    shape = decoder.predictor.config
+    return Span.of(shape.layers, shape.kv_heads, layers, heads)
 
 
 class Restorer:
@@ -270,11 +299,17 @@ class Restorer:
         self.catalogue.refresh()
 
     def restore(
-        self, tokens: Sequence[int] | Any, *, layers: Range | None = None, heads: Range | None = None
+        self,
+        tokens: Sequence[int] | Any,
+        *,
+        layers: Range | None = None,
+        heads: Range | None = None,
+        decode: bool = False,
     ) -> Restoration:
         """The longest stored prefix of a prompt: its blobs are read and checked here, and decoded when they are asked for.
 
         tokens: ids, a list, array or tensor [T] or [1, T]. layers, heads: [first, end), for an engine that holds only these.
+        decode: decode here, too, while blobs arrive, which is sooner done; for `load` and `as_dynamic_cache`, which then have all.
 
         Raises:
             UserError: no tokens, or a range that the cache does not have.
@@ -283,7 +318,7 @@ class Restorer:
         """
         ids = token_array(tokens)
         matches, notes = self.catalogue.find(ids, self._salt)
-        return self.workshop.open(ids, matches, notes, layers, heads)
+        return self.workshop.open(ids, matches, notes, layers, heads, decode=decode)
 
 
 def restore(
@@ -296,11 +331,12 @@ def restore(
     device: str = "cpu",
     layers: Range | None = None,
     heads: Range | None = None,
+    decode: bool = False,
 ) -> Restoration:
     """The longest stored prefix of one prompt. For many prompts make a Restorer once: it keeps index and predictor.
 
     Arguments and errors: as of Restorer and Restorer.restore.
     """
     return Restorer(store, model, cache_dtype=cache_dtype, salt=salt, device=device).restore(
-        tokens, layers=layers, heads=heads
+        tokens, layers=layers, heads=heads, decode=decode
     )

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,13 +43,19 @@ MEDIA_TYPE = "application/octet-stream"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one replica takes on. deadline: seconds for a request, from its arrival to its last byte."""
+    """What one replica takes on. waiting: requests that wait for a place, in the order in which they came.
+
+    deadline: seconds for a request, from its arrival to its last byte; at most half of them may go by before it has a place.
+    keep_bytes: of decoded prefixes that stay for who asks next.
+    """
 
     concurrency: int = 4
+    waiting: int = 64
     body_bytes: int = 8 << 20
     tokens: int = 32_768
     deadline: float = 300.0
     refresh_seconds: float = 10.0
+    keep_bytes: int = 10**9
 
 
 class Board(Protocol):
@@ -94,12 +100,13 @@ class Service:
         self._restorer, self._limits, self._board = restorer, limits, board
         self._read_metrics, self._token, self._load_tokenizer = read_metrics, token, tokenizer
         self._tokenizer: Any = None
-        self.busy = 0  # requests that have a place
+        self.busy = self.waiting = 0  # requests that have a place, and those that wait for one
+        self._places = asyncio.Semaphore(limits.concurrency)
         self._fresh = time.monotonic()
         self._refreshing = threading.Lock()
         self._index_error = ""  # why what was committed of late is not seen
         self._threads = ThreadPoolExecutor(limits.concurrency, "restore")
-        self._batcher = Batcher(min(limits.concurrency, DECODERS))
+        self._batcher = Batcher(min(limits.concurrency, DECODERS), keep=limits.keep_bytes)
 
     async def handle(self, request: Request) -> Response:
         """Answer any request."""
@@ -139,9 +146,7 @@ class Service:
     async def _restore(self, request: Request) -> Response:
         """Take a place, check everything, and begin the stream; the place is free when the stream ends."""
         begin = time.monotonic()
-        if self.busy >= self._limits.concurrency:
-            raise Refused(503, "all places are taken; try again", retry_after=str(RETRY_SECONDS))
-        place = _Place(self)
+        place = await self._place()
         try:
             asked = parse_body(await self._body(request))
             restored, plan = await self._in_thread(lambda: self._open(asked))
@@ -151,6 +156,25 @@ class Service:
         self._board.request(200)
         pieces = self._pieces(restored, plan, begin, place)
         return StreamingResponse(pieces, 200, headers_of(restored, plan), MEDIA_TYPE)
+
+    async def _place(self) -> _Place:
+        """A place, when it is this request's turn."""
+        if self._places.locked() and self.waiting >= self._limits.waiting:
+            raise Refused(503, "all places are taken; try again", retry_after=str(RETRY_SECONDS))
+        self.waiting += 1
+        try:
+            # What begins with little time left would be cut, and was decoded for nothing.
+            async with asyncio.timeout(self._limits.deadline / 2):
+                await self._places.acquire()
+        except TimeoutError:
+            raise Refused(503, "no place became free in time; try again", retry_after=str(RETRY_SECONDS)) from None
+        finally:
+            self.waiting -= 1
+        return _Place(self, asyncio.get_running_loop())
+
+    def release(self) -> None:
+        """Let the next request that waits have a place; in the loop's own thread."""
+        self._places.release()
 
     async def _in_thread(self, call: Callable[[], tuple[Restoration, Layout]]) -> tuple[Restoration, Layout]:
         try:
@@ -265,14 +289,17 @@ class Service:
 class _Place:
     """One of the places of a service, left once; also by a response that nobody ever began to read."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop) -> None:
         self._service: Service | None = service
+        self._loop = loop
         service.busy += 1
 
     def leave(self) -> None:
         """Make room for another request."""
         if self._service is not None:
             self._service.busy -= 1
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                self._loop.call_soon_threadsafe(self._service.release)
             self._service = None
 
     def __del__(self) -> None:

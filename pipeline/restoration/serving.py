@@ -19,7 +19,7 @@ import torch
 from codec.errors import UserError
 from pipeline import ray_runtime
 from pipeline.model_source import load_tokenizer, resolve_model
-from pipeline.options import CACHE_FORMATS, DEVICES, read_salt
+from pipeline.options import CACHE_FORMATS, DEFAULT_KEEP, DEVICES, parse_bytes, read_salt
 from pipeline.restoration.restorer import LOADED, Restorer
 from pipeline.restoration.service import Limits, Service
 from pipeline.restoration.targets import find_target, is_known_name
@@ -45,6 +45,8 @@ class ServeOptions:
     replicas: int = 1
     device: str = "auto"
     concurrency: int = Limits.concurrency
+    waiting: int = Limits.waiting
+    keep_decoded: str = DEFAULT_KEEP  # as a person writes it
     max_body: int = Limits.body_bytes
     max_tokens: int = Limits.tokens
     deadline: float = Limits.deadline
@@ -59,6 +61,9 @@ class ServeOptions:
                 raise UserError(
                     f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1 and at most {top}"
                 )
+        if not 0 <= self.waiting < 2**31:
+            raise UserError(f"--waiting {self.waiting} must be at least 0")
+        parse_bytes(self.keep_decoded, "--keep-decoded", least=0)
         for name in ("deadline", "refresh"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise UserError(f"--{name} {getattr(self, name)} is no positive number of seconds")
@@ -72,7 +77,8 @@ class ServeOptions:
     @property
     def limits(self) -> Limits:
         """Those of one replica."""
-        return Limits(self.concurrency, self.max_body, self.max_tokens, self.deadline, self.refresh)
+        keep = parse_bytes(self.keep_decoded, "--keep-decoded", least=0)
+        return Limits(self.concurrency, self.waiting, self.max_body, self.max_tokens, self.deadline, self.refresh, keep)
 
 
 def read_token(name: str | None) -> str:
@@ -179,8 +185,8 @@ def _start(serve: Any, options: ServeOptions, model: str, device: str, threads: 
         name=NAME,
         num_replicas=options.replicas,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0},
-        # More than it decodes at a time: the rest are refused by the replica itself, with Retry-After.
-        max_ongoing_requests=4 * options.concurrency + 32,
+        # More than it takes on: the rest are refused by the replica itself, with Retry-After.
+        max_ongoing_requests=options.concurrency + options.waiting + 32,
         max_queued_requests=QUEUED,
         graceful_shutdown_timeout_s=5,
     )

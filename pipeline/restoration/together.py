@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 import codec
 from codec.errors import ChunkFailed
-from pipeline.restoration.prefix import Prefix
-from pipeline.restoration.restorer import Pair, Restoration
+from pipeline.restoration.prefix import Pair, Prefix
+from pipeline.restoration.restorer import Restoration
 from pipeline.restoration.span import bits
 
 
@@ -26,27 +26,19 @@ def decode_together(group: Sequence[Restoration]) -> Iterator[tuple[int, list[Pa
     """
     decoder, end = group[0].decoder, max(restored.span.layers[1] for restored in group)
     prefixes = [restored.prefix for restored in group]
-    shares = _shares(prefixes)
-    longer = [n for n, p in enumerate(prefixes) if len(p.chunks) > shares[n].chunks]
-    states = {share.first: decoder.predictor.new_state() for share in shares}
+    shares, new = _shares(prefixes), decoder.predictor.new_state
     heads = sorted({share.first for share in shares if share.chunks})
-    tasks = [prefixes[n].task(states[n], 0, shares[n].chunks) for n in heads]
-    with _counted(heads, 0):
-        decoding = codec.decode_prefixes(decoder.predictor, decoder.profile, tasks) if tasks else iter(())
-        if not longer:
-            for number, pairs in zip(range(end), decoding, strict=False):
-                before = dict(zip(heads, pairs, strict=True))
-                yield number, [before[share.first] for share in shares]
-            return
-        # What continues from the states needs them to have taken in all layers.
-        shared = [dict(zip(heads, pairs, strict=True)) for pairs in decoding]
-    tasks = [prefixes[n].task(codec.fork(states[shares[n].first]), shares[n].chunks) for n in longer]
-    rest = codec.decode_prefixes(decoder.predictor, decoder.profile, tasks)
-    for number in range(end):
-        with _counted(longer, [shares[n].chunks for n in longer]):
-            own: dict[int, Pair] = dict(zip(longer, next(rest), strict=True))
-        before = shared[number] if shared else {}
-        yield number, [_joined(before.get(shares[n].first), own.get(n)) for n in range(len(group))]
+    longer = [n for n, p in enumerate(prefixes) if len(p.chunks) > shares[n].chunks]
+    tasks = [prefixes[n].task(new(), 0, shares[n].chunks) for n in heads]
+    for n in longer:
+        after = heads.index(shares[n].first) if shares[n].chunks else None
+        tasks.append(replace(prefixes[n].task(new(), shares[n].chunks), after=after))
+    skipped = [0] * len(heads) + [shares[n].chunks for n in longer]
+    decoding = codec.decode_prefixes(decoder.predictor, decoder.profile, tasks, keep=False)
+    with _counted([*heads, *longer], skipped):
+        for number, pairs in zip(range(end), decoding, strict=False):
+            shared, own = dict(zip(heads, pairs, strict=False)), dict(zip(longer, pairs[len(heads) :], strict=True))
+            yield number, [_joined(shared.get(shares[n].first), own.get(n)) for n in range(len(group))]
 
 
 def holders(group: Sequence[Restoration], error: ChunkFailed) -> dict[int, int]:
@@ -91,13 +83,12 @@ def _common(chains: Sequence[Sequence[bytes]]) -> int:
 
 
 @contextmanager
-def _counted(numbers: Sequence[int], before: int | Sequence[int]) -> Iterator[None]:
+def _counted(numbers: Sequence[int], before: Sequence[int]) -> Iterator[None]:
     """Let a ChunkFailed name the prompt by its number in the group, and the chunk from the prompt's first one on."""
     try:
         yield
     except ChunkFailed as error:
-        skipped = before if isinstance(before, int) else before[error.task]
-        raise ChunkFailed(str(error), numbers[error.task], error.chunk + skipped) from error
+        raise ChunkFailed(str(error), numbers[error.task], error.chunk + before[error.task]) from error
 
 
 def _joined(first: Pair | None, second: Pair | None) -> Pair:
