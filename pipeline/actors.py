@@ -31,6 +31,7 @@ from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
 from pipeline.truth import Prefilled, Reread, Truth
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
+from pipeline.worker_process import settle
 
 
 class EncodeActor:
@@ -54,7 +55,7 @@ class EncodeActor:
 
     def _loaded(self) -> ChainEncoder:
         if self._encoder is None:
-            torch.set_num_threads(self._device.threads)
+            settle(self._device.threads)
             predictor, profile = _load(self._job, self._device)
             self._profile = profile
             self._encoder = ChainEncoder(self._job, self._truth(), predictor, profile, self._report, self._charge)
@@ -185,7 +186,7 @@ class VerifyActor:
 
     def _loaded(self) -> ChainVerifier:
         if self._verifier is None:
-            torch.set_num_threads(self._device.threads)
+            settle(self._device.threads)
             self._verifier = ChainVerifier(self._job, *_load(self._job, self._device))
         return self._verifier
 

@@ -27,6 +27,7 @@ from pipeline.prompts import PromptReader
 from pipeline.store import ObjectMissing
 from pipeline.target import Target
 from pipeline.work import Device, Job
+from pipeline.worker_process import settle
 
 SCALES_VERSION = 1  # of how scales are calibrated
 
@@ -108,7 +109,7 @@ class ScaleMeter:
     def measure(self, sample: Sample) -> Largest:
         """`largest` of one sample's chunks."""
         if self._target is None:
-            torch.set_num_threads(self._device.threads)
+            settle(self._device.threads)
             self._target = load_checked_target(self._job, self._device, quantised=False)
         prompt, step = sample.prompt, self._job.chunk_tokens
         tokens = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)[: sample.chunks * step]

@@ -30,6 +30,7 @@ from pipeline.rung import LIMB_PROMPTS
 from pipeline.store import ObjectMissing
 from pipeline.target import Target, load_target, run_format
 from pipeline.work import Device, Job, PromptRef, load_predictor, load_profile, put_predictor, put_profile
+from pipeline.worker_process import settle
 
 SAMPLE_PROMPTS = 12
 SAMPLE_TOKENS = 1024  # measured at most, a prompt
@@ -126,7 +127,7 @@ class Calibrator:
 
     def _loaded(self) -> Target:
         if self._target is None:
-            torch.set_num_threads(self._device.threads)
+            settle(self._device.threads)
             self._target = load_checked_target(self._job, self._device)
         return self._target
 

@@ -6,12 +6,11 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from pipeline import ray_runtime
 from pipeline.deep import Decoded, Decoder, Task, Work
 from pipeline.paths import PREDICTORS
 from pipeline.store import Store
+from pipeline.worker_process import settle
 
 ACTOR_PREDICTORS = (
     3  # memory of one actor, in sizes of the largest predictor: its bytes, itself, and what it works with
@@ -30,7 +29,7 @@ class DeepActor:
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[str]]]:
         if self._decoder is None:
-            torch.set_num_threads(self._threads)
+            settle(self._threads)
             self._decoder = Decoder(self._store, self._device)
         for text in batch["task"]:
             yield {"done": [self._decoder.decode(Task.from_json(str(text))).to_json()]}

@@ -23,6 +23,7 @@ from jobs.bench.machine import peak_rss_bytes
 from pipeline.paths import blob_path
 from pipeline.store import Store
 from pipeline.work import load_predictor, load_profile
+from pipeline.worker_process import settle
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def decode_elsewhere(request: Request, prompts: Sequence[StoredPrompt], folder: 
 
 def decode_all(request: Request, prompts: Sequence[StoredPrompt]) -> Decoded:
     """Decode every chunk of the prompts in this process, from the store alone. Raises DataError, StorageError."""
-    torch.set_num_threads(request.threads)
+    settle(request.threads)
     store = Store.open(request.store, create=False)
     target, profile_id = bytes.fromhex(request.target), bytes.fromhex(request.profile)
     predictor = load_predictor(store, bytes.fromhex(request.predictor), "cpu")

@@ -31,6 +31,7 @@ from pipeline.options import MAX_CHUNK_TOKENS, Options, check_window
 from pipeline.ray_runtime import available_cores
 from pipeline.rung import Rung
 from pipeline.target import Target, load_target
+from pipeline.worker_process import settle
 
 TARGET = "target"
 
@@ -107,7 +108,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 @torch.no_grad()
 def measure(settings: Settings, note: Note) -> dict[str, Any]:
     """The figures as documented above. Sets this process' number of torch threads. Raises UserError."""
-    torch.set_num_threads(settings.threads)
+    settle(settings.threads)
     machine = describe()
     source = resolve_model(settings.model)
     cache_format = resolve_cache_format(source, settings.cache_dtype)

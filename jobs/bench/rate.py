@@ -56,6 +56,7 @@ from pipeline.store import Store
 from pipeline.target import Target, kv_shape, load_target, run_format
 from pipeline.target import context_length as context_length_of
 from pipeline.work import put_predictor, put_profile
+from pipeline.worker_process import settle
 
 Note = Callable[[str], None]
 
@@ -209,7 +210,7 @@ def measure_rate(settings: Settings, folder: Path, note: Note) -> dict[str, Any]
 
 def prepare(settings: Settings, note: Note) -> tuple[Target, bytes, list[Tensor], list[Tensor]]:
     """The target with its cache's scales, its fingerprint, and the prompts to calibrate on and to measure."""
-    torch.set_num_threads(settings.threads)
+    settle(settings.threads)
     source = resolve_model(settings.model)
     cache_format = resolve_cache_format(source, settings.cache_dtype)
     limit = context_length_of(load_config(source))

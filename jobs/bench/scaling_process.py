@@ -25,6 +25,7 @@ from pipeline.paths import blob_path, index_prefix
 from pipeline.store import Store
 from pipeline.target import load_target, run_format
 from pipeline.work import Job, load_predictor, load_profile
+from pipeline.worker_process import settle
 
 
 def work(request: dict[str, Any]) -> Mapping[str, Any]:
@@ -43,7 +44,7 @@ class _Point:
     """What encoding and decoding of one prompt share."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        torch.set_num_threads(request["threads"])
+        settle(request["threads"])
         self.store = Store.open(request["store"], create=False)
         self.target, self.id = bytes.fromhex(request["target"]), bytes.fromhex(request["profile"])
         self.predictor = load_predictor(self.store, bytes.fromhex(request["predictor"]), "cpu")

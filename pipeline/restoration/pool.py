@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from codec.errors import DataError
 from pipeline import ray_runtime
 from pipeline.restoration.batch import BatchRestorer, Outcome, Request
@@ -21,6 +19,7 @@ from pipeline.restoration.restorer import Workshop
 from pipeline.restoration.span import Range
 from pipeline.store import Store
 from pipeline.work import Device
+from pipeline.worker_process import settle
 
 ATTEMPTS = 3  # of a request whose actor died, and of starting an actor
 POLL_SECONDS = 0.5
@@ -55,7 +54,7 @@ class DecodeActor:
     def run(self, batch: Batch) -> list[Outcome]:
         """Restore a batch into files."""
         if self._restorer is None:
-            torch.set_num_threads(self._settings.device.threads)
+            settle(self._settings.device.threads)
             workshop = Workshop(self._settings.store, self._settings.device.name)
             self._restorer = BatchRestorer(workshop, self._settings.layers, self._settings.heads)
         return self._restorer.run(batch)

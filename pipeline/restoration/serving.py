@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from codec.errors import UserError
 from pipeline import ray_runtime
 from pipeline.model_source import load_tokenizer, resolve_model
@@ -24,6 +22,7 @@ from pipeline.restoration.restorer import LOADED, Restorer
 from pipeline.restoration.service import Limits, Service
 from pipeline.restoration.targets import find_target, is_known_name
 from pipeline.store import Store
+from pipeline.worker_process import settle
 
 NAME = "kv-restore"
 QUEUED = 64  # requests that the proxy holds when replicas answer nothing; they refuse by themselves when they are full
@@ -120,7 +119,7 @@ class Replica:
 
     def __init__(self, options: ServeOptions, model: str, device: str, threads: int, board: Any) -> None:
         """model: a fingerprint, or a name that is followed to whatever it stands for."""
-        torch.set_num_threads(threads)
+        settle(threads)
         store = Store.open(options.store, create=False)
         salt = read_salt(options.salt_env)
         restorer = Restorer(store, model, cache_dtype=options.cache_dtype, salt=salt, device=device)
