@@ -1,0 +1,29 @@
+"""What a process that computes does first: take its threads, and keep the memory that it frees."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+# of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # more is refused
+_KEPT = 1 << 30
+
+
+def settle(threads: int) -> None:
+    """Use so many threads for tensors, and keep freed memory for what comes next.
+
+    Layers come and go in arrays of some hundred kilobytes. By default the allocator gives the pages back each time, and each time the
+    kernel clears them again. No more is kept than was once in use, and no more than a gigabyte lies idle at the heap's end. Who has set
+    MALLOC_TRIM_THRESHOLD_ is not overruled; where the C library is not glibc, nothing is changed.
+    """
+    torch.set_num_threads(threads)
+    if "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        set_option(_TRIM_THRESHOLD, _KEPT)
