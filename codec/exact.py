@@ -23,7 +23,7 @@ from codec.errors import InexactBackend
 
 # The only functions that add values up; their callers state the bound.
 EXACT_REDUCTIONS = (
-    "product", "product_int8", "product_limbs", "_float32_product", "_int8_kernel_is_exact", "_int8_kernel_is_faster", "row_sum"
+    "product", "product_int8", "_float32_product", "_int8_kernel_is_exact", "_int8_kernel_is_faster", "row_sum"
 )  # fmt: skip
 MANTISSA = 53  # integers of up to 53 bits are exact in float64
 E4M3_MAX = 448.0
@@ -71,14 +71,6 @@ def product_int8(a: Tensor, b: Tensor) -> Tensor:
     """
     # torch 2.13 does not even initialise the result for a width of 1
     return torch._int_mm(a, b) if a.shape[1] > 1 and int8_kernel_serves(a.device) else _float32_product(a, b)
-
-
-def product_limbs(a: Tensor, b: Tensor) -> Tensor:
-    """Exact product of int8 [R, n] and integers |b| <= ROW_MAX, float64 [n, m]: float64 [R, m]; n < 2**17."""
-    if not int8_kernel_serves(a.device):
-        return product(a.to(torch.float64), b)
-    low, high = product_int8(a, torch.cat(limbs(b.to(torch.float32)), 1)).to(torch.float64).chunk(2, 1)
-    return high.mul_(256.0).add_(low)
 
 
 def int8_kernel_serves(device: torch.device) -> bool:

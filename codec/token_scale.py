@@ -140,12 +140,6 @@ class CompiledTokenScale(TokenScale):
         self._count += count
 
 
-def block_sums(squares: Ints) -> Ints:
-    """Sums [blocks, T] of squares [N, T] over blocks."""
-    sums: Ints = np.add.reduceat(squares, np.arange(0, len(squares), BLOCK), axis=0)  # exact: integers
-    return sums
-
-
 def block_sizes(channels: int) -> Ints:
     """Channels of each block: [blocks]."""
     starts = np.arange(0, channels, BLOCK, dtype=np.int64)

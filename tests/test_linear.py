@@ -313,14 +313,14 @@ def test_form_of_each_projection() -> None:
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_bytes_times_integers_of_two_limbs(monkeypatch, kernel):
+def test_products_of_bytes(monkeypatch, kernel):
     monkeypatch.setattr(exact, "int8_kernel_serves", lambda device: kernel)
     rng = torch.Generator().manual_seed(5)
     a = torch.randint(-128, 128, (7, 300), generator=rng).to(torch.int8)
-    b = torch.randint(-exact.ROW_MAX, exact.ROW_MAX + 1, (300, 5), generator=rng).to(torch.float64)
-    b[0], b[1] = exact.ROW_MAX, -exact.ROW_MAX
+    b = torch.randint(-127, 128, (300, 5), generator=rng).to(torch.int8)
+    b[0], b[1] = 127, -127
     want = [
         [sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in b.T.tolist()]
         for row in a.tolist()
     ]
-    assert exact.product_limbs(a, b).tolist() == want
+    assert exact.product_int8(a, b).tolist() == want
