@@ -23,7 +23,17 @@ def settle(threads: int) -> None:
     torch.set_num_threads(threads)
     if "MALLOC_TRIM_THRESHOLD_" in os.environ:
         return
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-        set_option(_TRIM_THRESHOLD, _KEPT)
+    _allocator("mallopt", _MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    _allocator("mallopt", _TRIM_THRESHOLD, _KEPT)
+
+
+def give_back() -> None:
+    """Return freed memory to the system now: for who measures what is in use."""
+    _allocator("malloc_trim", 0)
+
+
+def _allocator(name: str, *values: int) -> None:
+    """Call a function of glibc's allocator; of another library, none."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*values)

@@ -25,7 +25,7 @@ from pipeline.paths import blob_path, index_prefix
 from pipeline.store import Store
 from pipeline.target import load_target, run_format
 from pipeline.work import Job, load_predictor, load_profile
-from pipeline.worker_process import settle
+from pipeline.worker_process import give_back, settle
 
 
 def work(request: dict[str, Any]) -> Mapping[str, Any]:
@@ -70,6 +70,7 @@ def encode(request: dict[str, Any]) -> Mapping[str, Any]:
     before = raw = 0
     for repeat in range(request["repeats"] + 1):  # the first time warms up, on one chunk
         if repeat == 1:
+            give_back()
             before = rss_bytes()
             reset_peak()
         cache, state, parent, seconds = target.new_cache(), point.predictor.new_state(), codec.ROOT_DIGEST, [0.0, 0.0]
@@ -101,6 +102,7 @@ def decode(request: dict[str, Any]) -> Mapping[str, Any]:
     times, sums, before = list[float](), list[str](), 0
     for repeat in range(request["repeats"] + 1):
         if repeat == 1:
+            give_back()
             before = rss_bytes()
             reset_peak()
         state, parent, seconds = point.predictor.new_state(), codec.ROOT_DIGEST, 0.0
@@ -126,6 +128,7 @@ def restore(request: dict[str, Any]) -> Mapping[str, Any]:
     times, sums, before = list[float](), list[list[str]](), 0
     for repeat in range(request["repeats"] + 1):
         if repeat == 1:
+            give_back()
             before = rss_bytes()
             reset_peak()
         task, seconds = _prefix(point, len(point.ids) if repeat else 1), 0.0
@@ -168,6 +171,7 @@ def fill(request: dict[str, Any]) -> Mapping[str, Any]:
     for part in made_up_parts(map(_key, range(count)), target, profile):
         index.write_part(store, part)
     written = time.perf_counter()
+    give_back()
     before = rss_bytes()
     reset_peak()
     job = Job(store, resolve_model(request["model"]), target, "bf16", 256, "int8", "closed", "", profile=profile)
