@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import safetensors.torch
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor
 
 from codec.errors import PredictorError
 from codec.keys import content_id
-
-if TYPE_CHECKING:
-    from codec.predictor.memory import PredictorState
+from codec.predictor.memory import PredictorState
 
 
 class Shape(Protocol):
@@ -128,9 +126,9 @@ class Predictor(ABC):
     def context_length(self) -> int:
         """Tokens a prompt may have."""
 
-    @abstractmethod
     def new_state(self) -> PredictorState:
         """The state before the first token."""
+        return PredictorState()
 
     @abstractmethod
     def run(

@@ -73,10 +73,6 @@ class DecoderPredictor(Predictor):
         """Tokens a prompt may have."""
         return self.config.context_length
 
-    def new_state(self) -> PredictorState:
-        """The state before the first token."""
-        return PredictorState()
-
     def run(
         self,
         states: Sequence[PredictorState],

@@ -94,10 +94,6 @@ class ModelFree(Predictor):
         """Tokens a prompt may have."""
         return MAX_CONTEXT
 
-    def new_state(self) -> PredictorState:
-        """The state before the first token."""
-        return PredictorState()
-
     def state_at(self, position: int) -> PredictorState:
         """The state before token `position`, whatever came before it."""
         if not 0 <= position <= MAX_CONTEXT:
