@@ -78,6 +78,9 @@ class Symbols:
         return self.codes >> np.uint64(LANE_SHIFT) & np.uint64(MAX_LANES - 1)
 
 
+NONE = Symbols(np.empty(0, np.uint64))
+
+
 class Encoder:
     """Collects symbols in decoding order, part by part, and codes them when finished."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import constriction
@@ -168,7 +169,7 @@ def test_a_symbol_for_every_lane_where_quotients_are_hardest() -> None:
     states, hard, far = [LOW] * lanes, 0, 0
     sizes = np.clip(rng.integers(1, 1 << rng.integers(1, PRECISION + 1, (rounds + 1, lanes))), 1, ONE // 2).tolist()
     out: list[tuple[int, int, int]] = []
-    for now, following in zip(sizes, sizes[1:], strict=False):
+    for now, following in pairwise(sizes):
         for lane in range(lanes):
             x, freq, then = states[lane], now[lane], following[lane]
             x = x >> 32 if x >= freq << 39 else x
