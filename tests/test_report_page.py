@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from jobs.report import main
+from pipeline.collect import collect
 from pipeline.current import point_first
 from pipeline.reporting import charts
 from pipeline.reporting.charts import Axis, Frame, Point, Series
-from pipeline.reporting.facts import PromptFacts
+from pipeline.reporting.facts import PromptFacts, gather
 from pipeline.reporting.frontier import from_files, from_runs
 from pipeline.reporting.prefixes import blocks, sharing
 from pipeline.runs import write_run
 from tests.browser import rendered, screenshot
+from tests.made_store import Made
 from tests.stored import Kept, tokens_of
 from tests.test_runs import record
 
@@ -118,6 +120,18 @@ def test_in_a_browser_it_is_drawn_in_light_and_dark(page: Path, tmp_path: Path) 
         assert len(colours) > 25  # charts, not only text
         papers.append(int(paper.sum()))
     assert papers[0] > 600 > 150 > papers[1]
+
+
+def test_a_compacted_index_counts_no_chunk_twice(made: Made, tmp_path: Path) -> None:
+    """Parts that were merged lie beside the merged one for a while."""
+
+    def chunks() -> list[tuple[int, int]]:
+        return [(gen.chunks, gen.sums["tokens"]) for gen in gather(made.store, print).generations]
+
+    before = chunks()
+    assert collect(made.store, 7 * 24 * 3600.0, print, compact=True).merged == 2
+    assert chunks() == before == [(7, 184)]
+    assert main(["--store", made.store.uri, "--out", str(tmp_path / "r.html")]) == 0
 
 
 # ---------------------------------------------------------------- usage
