@@ -160,6 +160,14 @@ def test_bad_requests_are_one_sentence(
     assert said in errors and "Traceback" not in errors and not (tmp_path / "r.html").exists()
 
 
+def test_a_folder_that_may_not_be_written_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_, **__: False)  # root may write anywhere
+    assert main(["--store", str(tmp_path / "none"), "--out", str(tmp_path / "r.html")]) == 2
+    assert "may not be written to" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- the ladder, prefixes, charts
 def test_rungs_from_benchmarks_and_runs(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(
