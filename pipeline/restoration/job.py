@@ -16,7 +16,7 @@ from rich.console import Console
 from codec.errors import StorageError, UserError
 from codec.keys import content_id
 from pipeline import ray_runtime
-from pipeline.corpus import BadRecord, Record, list_corpus, parse_record, read_corpus
+from pipeline.corpus import EXTENSIONS, BadRecord, Record, list_corpus, parse_record, read_corpus
 from pipeline.model_source import load_tokenizer, resolve_model
 from pipeline.options import CACHE_FORMATS, DEVICES, read_salt
 from pipeline.progress import Counts, Display
@@ -250,6 +250,8 @@ def _tokenizer(model: str) -> Any:
 def read_prompt_file(path: str) -> Record:
     """One prompt: a record of a corpus in *.json (its id may be left out), or text in any other file. Raises UserError."""
     file = Path(path)
+    if path.lower().endswith(EXTENSIONS):
+        raise UserError(f"the prompt file {path} is a corpus by its name; pass it with --corpus")
     try:
         if file.stat().st_size > MAX_FILE:
             raise UserError(f"the prompt file {path} is over {MAX_FILE >> 20} MiB; put the prompts into a corpus")
