@@ -89,19 +89,19 @@ class ClosedLoop:
     ) -> CodedLayer:
         """See LoopCodec."""
         geometry = self._geometry(layer, guess, turn)
-        if writer.sink is None or self._reference:
+        sink = writer.sink
+        if sink is None or self._reference:
             laws, escapes = self._write(layer, geometry, truth, writer, carry)
         else:
-            items = self._items(geometry, truth)
-            found, laws = self._compiled(layer, geometry, items, carry, sink=writer.sink, keep=ideal)
+            found, laws = self._compiled(layer, geometry, self._items(geometry, truth), carry, sink=sink, keep=ideal)
             escapes = found.escapes
             for side, symbols in zip((1, 0), found.symbols, strict=True):
-                writer.add(side, symbols)
+                sink.take(side, symbols)
         costs = self._costs(layer, geometry, self._patterns(geometry, truth), laws) if ideal else None
         return CodedLayer(costs, escapes, self._next(layer, geometry, laws, carry))
 
     def _write(self, layer: int, geometry: Geometry, truth: Pair, writer: Writer, carry: object) -> tuple[Laws, int]:
-        """Encode what the laws are found of first."""
+        """Find all laws, then encode under them."""
         patterns, laws = self._patterns(geometry, truth), self._laws(layer, geometry, truth, carry)
         escapes = 0
         for side, order in ((1, slice(None)), (0, geometry.k_order)):
@@ -117,7 +117,7 @@ class ClosedLoop:
             reader.source.coder.check()
             k, v = (self._fmt.shared(geometry.tensor(x)) for x in _halves(found.items))
         else:
-            patterns = [np.empty(geometry.k.shape, np.int64) for _ in range(2)]
+            patterns = [np.empty((len(geometry.k_order), geometry.tokens), np.int64) for _ in range(2)]
 
             def read(side: int, row: int, mean: Floats, sigma: Floats) -> Ints:
                 patterns[side][row] = reader.channel(side, mean, sigma)
@@ -145,7 +145,7 @@ class ClosedLoop:
         return out.reshape(-1, geometry.tokens)
 
     def _costs(self, layer: int, geometry: Geometry, patterns: list[Ints], laws: Laws) -> tuple[Cost, Cost]:
-        half = len(geometry.k)
+        half = len(geometry.k_order)
         narrow = self._layers[layer].narrow[:, None]  # in the coding order: V, then pairs of K
         factors = [np.empty((half, 1)), narrow[:half]]
         factors[0][geometry.k_order] = narrow[half:]

@@ -39,14 +39,11 @@ class Written:
 
 
 class Writer(Protocol):
-    """Takes the scalars of one chunk. `channels` and `tensor` return how many of them escaped."""
+    """Takes the scalars of one chunk. Both methods that take them return how many of them escaped."""
 
     @property
     def sink(self) -> Sink | None:
         """What compiled loops write to; None where they cannot."""
-
-    def add(self, side: int, symbols: rans.Symbols) -> None:
-        """What they wrote, in order."""
 
     def channels(self, side: int, patterns: Ints, mean: Floats, sigma: Floats) -> int:
         """Channels [n, T], one after another, under means and sigmas of their shape."""
@@ -121,10 +118,9 @@ class _LaneWriter:
     @property
     def sink(self) -> Sink | None:
         """See Writer."""
-        return None if self._coder.reference else Sink(self._encoder, self._coder.tables, self._lanes)
+        return None if self._coder.reference else Sink(self._encoder, self._coder.tables, self._add)
 
-    def add(self, side: int, symbols: rans.Symbols) -> None:
-        """See Writer."""
+    def _add(self, side: int, symbols: rans.Symbols) -> None:
         self._encoder.add(symbols)
         self._sides.append(side)
 
@@ -134,7 +130,7 @@ class _LaneWriter:
             return self._gridded(side, patterns, mean, *scale_integers(sigma, self._coder.format))
         tables = self._coder.tables
         symbols, escapes = scalars.put_scaled(patterns, mean, sigma, tables, self._lanes, self._encoder)
-        self.add(side, symbols)
+        self._add(side, symbols)
         return escapes
 
     def tensor(self, side: int, patterns: Ints, mean: Floats, scales: ChannelScales) -> int:
@@ -144,7 +140,7 @@ class _LaneWriter:
     def _gridded(self, side: int, patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints) -> int:
         law = patterns, mean, grid, reciprocal, self._coder.tables, self._lanes
         put = rans_plain.put(*law) if self._coder.reference else scalars.put_gridded(*law, self._encoder)
-        self.add(side, put[0])
+        self._add(side, put[0])
         return put[1]
 
     def finish(self) -> Written:
@@ -217,10 +213,6 @@ def _rows(mean: Floats, scales: ChannelScales) -> tuple[Floats, Ints, Ints]:
 
 class _SeparateWriter:
     sink = None
-
-    def add(self, side: int, symbols: rans.Symbols) -> None:
-        """Nothing writes symbols where there is no sink."""
-        raise TypeError("this coder takes scalars, not symbols")
 
     def __init__(self, model: CellModel, fmt: NumberFormat) -> None:
         self._model, self._fmt = model, fmt

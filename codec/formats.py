@@ -76,7 +76,7 @@ class NumberFormat:
 
     def tensor(self, patterns: Ints) -> Tensor:
         """The tensor of this dtype with these bit patterns (the inverse of `patterns`)."""
-        return self.shared(patterns.astype(_STORED[self.item_bits][2]))
+        return self.shared(patterns.astype(_STORED[self.item_bits][2], order="C"))
 
     def shared(self, items: Items) -> Tensor:
         """The tensor of contiguous items, which shares their memory."""

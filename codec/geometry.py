@@ -22,7 +22,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Geometry:
-    """The guesses of a layer as channels, and how pairs turn. Dims that do not rotate pair with angle 0.
+    """The guesses of a layer, float32, as channels, and how pairs turn. Dims that do not rotate pair with angle 0.
 
     `scales` float64 [2 (K, V), J]: the cache's own; guesses are then in units of them, as what an FP8 cache stores is.
     """

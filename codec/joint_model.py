@@ -22,7 +22,7 @@ from codec import exact
 from codec.cells import Ints
 from codec.errors import InexactBackend
 from codec.geometry import Floats, Geometry
-from codec.layout import scaled_sums
+from codec.kernels import compiled
 
 FEATURE_MAX = 127  # a feature is clamped to this many steps, 8 to 16 sigma
 REACH = 1024  # a residual of more steps is an outlier that must not steer anything
@@ -71,9 +71,9 @@ class Ready:
         self.values = n // 2  # V channels; as many K channels follow
         self.step = np.ldexp(1.0, joint.step.astype(np.int64))[:, None]
         self.step_k, self.step_v = np.maximum(self.step[n // 2 :: 2], self.step[n // 2 + 1 :: 2]), self.step[: n // 2]
-        self.per_step = np.ldexp(1.0, -joint.step.astype(np.int64))  # as exact as a division by a power of two
+        per_step = np.ldexp(1.0, -joint.step.astype(np.int64))  # as exact as a division by a power of two
         reach = np.concatenate([self.step_v[:, 0], np.repeat(self.step_k[:, 0], 2)])
-        self.most = reach * REACH  # residuals beyond are outliers
+        most = reach * REACH  # residuals beyond are outliers
         self.unit = np.ldexp(1.0, joint.unit.astype(np.int64))[:, None]
         self.lower = joint.coefficient
         starts = range(0, n, BLOCK)
@@ -89,9 +89,7 @@ class Ready:
         self.scale = None if joint.scale is None else joint.scale.astype(np.int64)
         self.narrow = np.ones(n) if joint.narrow is None else joint.narrow.astype(np.float64)
         units = self.given_unit[:, 0], self.bias[:, 0], self.unit[:, 0]
-        self.known = np.stack(
-            [*units, self.sigma[:, 0], self.per_step, self.most, self.narrow]
-        )  # [7, N], for compiled loops
+        self.known = np.stack([*units, self.sigma[:, 0], per_step, most, self.narrow])  # [7, N], for compiled loops
         variance = self.sigma * self.sigma
         self.w = joint.inside.astype(np.float64)[:, None]
         self.va = variance[self.values :: 2]
@@ -128,8 +126,16 @@ class Ready:
         """What the features say about the hidden state: [T, M], in units of its RMS."""
         sums = exact.product_int8(torch.from_numpy(features).T, self.gain.T).numpy()
         out = np.empty(sums.shape, np.float32)
-        scaled_sums(sums, self.gain_unit, limit, out)
+        _scaled(sums, self.gain_unit, limit, out)
         return out
+
+
+@compiled
+def _scaled(sums: NDArray[np.int32], unit: Floats, limit: float, out: NDArray[np.float32]) -> None:
+    """sums [T, M] times units [M], clipped to +- limit and rounded to float32."""
+    for t in range(out.shape[0]):
+        for m in range(out.shape[1]):
+            out[t, m] = np.float32(min(max(np.float64(sums[t, m]) * unit[m], -limit), limit))
 
 
 def _square(coefficient: NDArray[np.int16], lo: int) -> NDArray[np.int16]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from codec.kernels import compiled
 
-_TILE = 16  # tokens whose values of one channel are moved together: each of them lies in a cache line of its own
+_TILE = 16  # tokens of one channel, or dims of one token, that are moved together: each lies in a cache line of its own
 
 
 @compiled
@@ -40,11 +39,3 @@ def to_tensor(x: NDArray[Any], out: NDArray[Any]) -> None:
         for t in range(tokens):
             for d in range(whole, dims):
                 out[j, t, d] = x[j * dims + d, t]
-
-
-@compiled
-def scaled_sums(sums: NDArray[np.int32], unit: NDArray[np.float64], limit: float, out: NDArray[np.float32]) -> None:
-    """sums [T, M] times units [M], clipped to +- limit and rounded to float32."""
-    for t in range(out.shape[0]):
-        for m in range(out.shape[1]):
-            out[t, m] = np.float32(min(max(np.float64(sums[t, m]) * unit[m], -limit), limit))

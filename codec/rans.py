@@ -78,14 +78,11 @@ class Symbols:
         return self.codes >> np.uint64(LANE_SHIFT) & np.uint64(MAX_LANES - 1)
 
 
-NONE = Symbols(np.empty(0, np.uint64))
-
-
 class Encoder:
     """Collects symbols in decoding order, part by part, and codes them when finished."""
 
     def __init__(self, lanes: int) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
         self._parts: list[Symbols] = []
         self._free: Codes = np.empty(0, np.uint64)
 
@@ -95,20 +92,25 @@ class Encoder:
         return self._parts
 
     def room(self, symbols: int) -> Codes:
-        """Where to write so many symbols of the next part at most, without a copy of them being made."""
+        """Where to write so many symbols of the next parts at most, without a copy of them being made.
+
+        They are then added in the order in which they lie there, from its begin on.
+        """
         if len(self._free) < symbols:
             self._free = np.empty(max(_SEGMENT, 4 * symbols), np.uint64)
         return self._free
 
     def add(self, part: Symbols) -> None:
-        """The next symbols: those at the begin of what `room` gave, or any."""
-        if np.shares_memory(part.codes, self._free[: len(part)]):
+        """The next symbols: those at the begin of what `room` gave, or any that lie elsewhere."""
+        if np.shares_memory(part.codes, self._free):
+            if part.codes.ctypes.data != self._free.ctypes.data:
+                raise ValueError("symbols before these in the encoder's room were not added")
             self._free = self._free[len(part) :]
         self._parts.append(part)
 
     def finish(self) -> tuple[bytes, list[int]]:
         """The stream, and how many of its bytes each part took; the states count for the first."""
-        states = np.full(self._lanes, LOW, np.uint64)
+        states = np.full(self.lanes, LOW, np.uint64)
         scratch = np.empty(MAX_LANES, np.uint32), np.empty(MAX_LANES, np.int64)
         words: list[Words] = []
         for part in reversed(self._parts):
@@ -117,7 +119,7 @@ class Encoder:
         words.reverse()
         sizes = [4 * len(w) for w in words]
         if sizes:
-            sizes[0] += 8 * self._lanes
+            sizes[0] += 8 * self.lanes
         return b"".join(
             [states.astype("<u8").tobytes(), *(w.astype("<u4", copy=False).tobytes() for w in words)]
         ), sizes

@@ -129,9 +129,8 @@ def _guess(
         i = np.uint64(begin + lane)
         position = at[i] + steps[lane] * near[i]
         y = abs(position) * (1.0 / UNITS)
-        nearest = np.int64(np.float64(y).view(np.int64) + half).view(
-            np.float64
-        )  # a value has half a spacing on either side
+        # a value has half a spacing on either side
+        nearest = np.int64(np.float64(y).view(np.int64) + half).view(np.float64)
         n = cell_at(np.floor(nearest) if nearest < top else nearest, top, t)
         n = -1 - n if position < 0.0 else n
         n = min(max(n, start[i]), start[i] + WINDOW - 1)

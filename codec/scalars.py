@@ -7,6 +7,7 @@ has a slot of its own; the window's first cell has all that lies below it, its l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +54,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Sink:
-    """An encoder that has room for symbols, and the tables to write scalars as such in so many lanes."""
+    """An encoder that has room for symbols, the tables by which scalars become symbols, and who takes those of K (0) or V (1)."""
 
     encoder: Encoder
     tables: Tables
-    lanes: int
+    take: Callable[[int, Symbols], None]
 
 
 def tables_of(table: Ints, fmt: NumberFormat) -> Tables:

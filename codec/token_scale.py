@@ -37,9 +37,8 @@ _POWERS = np.array([
 _EDGES = np.ascontiguousarray(_POWERS[::2] * 0.5)
 _LEADING = 6  # bits of a mantissa: fewer than two edges have the same
 _FIRST = np.searchsorted(_EDGES, 0.5 + np.arange(1 << _LEADING) / (2 << _LEADING), side="right") - 1.0
-_SEARCH = np.concatenate(
-    [_EDGES, [2.0], _FIRST]
-)  # edges and one that no mantissa reaches; by leading bits, the last edge that is below
+# edges and one that no mantissa reaches; by leading bits, the last edge that is below
+_SEARCH = np.concatenate([_EDGES, [2.0], _FIRST])
 
 
 def levels(squares: Ints, count: int) -> Ints:

@@ -1,4 +1,5 @@
-"""The walk over a layer's channels, compiled: what ClosedLoop._one_by_one does, bit for bit, from a stream or with a known truth.
+"""The walk over a layer's channels, compiled: what ClosedLoop._one_by_one does, bit for bit, from a stream or with a known truth, which it
+writes where there is a sink.
 
 Channels come in blocks of BLOCK. What the features of all blocks before add to a block's means is one integer matrix product; within
 a block channels go one after another, each adding its features to the means of those after it. numba neither
@@ -20,7 +21,7 @@ from codec.formats import Items, NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, Features, Ready
 from codec.kernels import apart, borrowed, compiled, inlined
-from codec.rans import NONE, Codes, States, Symbols, Words
+from codec.rans import Codes, States, Symbols, Words
 from codec.residual import STEP_BITS, TABLE_REACH
 from codec.scalar_kernels import Fine, Numbers, place_row, scale_row, whole
 from codec.scalar_put import put_row, room_for
@@ -264,7 +265,7 @@ def _block(
     """Channels lo … of one block.
 
     known: Ready.known. Of `items`, `guess` and `forced` rows are K's as stored, then V's. So they are of `mean`, `sigma` and `residual`
-    where whole_rows is 1; where it is 0, these are scratch of a row, and of two.
+    where whole_rows is 1; where it is 0, these are scratch of a row, and of two. count: of symbols, of escapes, of V's symbols.
     """
     far, all_sums, weights, factor, given = borrowed((far, all_sums, weights, factor, given))
     known, pair, turns, rows, guess, work = borrowed((known, pair, turns, rows, guess, work))
@@ -374,12 +375,12 @@ class Walker:
         guess = geometry.guess
         n, tokens = len(ready.step), geometry.tokens
         kept = (len(guess),) * 3 if keep else (1, 1, 2)
+        if (items is None) != (source is not None) or (source is not None and sink is not None):
+            raise ValueError("items are known, and may be written, or they are read")
         mean, sigma, residual = (np.empty((rows, tokens)) for rows in kept)
-        out = Walked(
-            self._fmt.empty(guess.shape) if items is None else items, mean, sigma, residual, np.empty_like(guess),
-            np.empty((n, tokens), np.int8), np.zeros((-(-n // BLOCK), tokens), np.int64), (NONE, NONE), 0,
-        )  # fmt: skip
         mode = _READ if items is None else _KNOWN if sink is None else _WRITTEN
+        items, forced = self._fmt.empty(guess.shape) if items is None else items, np.empty_like(guess)
+        features, energy = np.empty((n, tokens), np.int8), np.zeros((-(-n // BLOCK), tokens), np.int64)
         given = np.zeros((1, tokens), np.int32) if given is None else given
         stream, written, count = _stream(source, sink), _room(sink, guess.size), np.zeros(3, np.int64)
         rows = np.stack([geometry.first_rows, geometry.second_rows])
@@ -388,17 +389,17 @@ class Walker:
         for b, lo in enumerate(range(0, n, BLOCK)):
             if scale is not None:
                 if b:
-                    scale.add(out.energy[b - 1], BLOCK)
+                    scale.add(energy[b - 1], BLOCK)
                 factor = scale.of(b)
             _block(
-                lo, n // 2, ready.far(b, out.features[:lo]), sums, ready.near, factor, given, ready.known, ready.pair, geometry.turns, rows,
-                int(keep), guess, work, ints, out.features, out.energy, mode, *stream, written, count, 1 if sink is None else sink.lanes,
-                self._table, self._shift, self._edges, self._bins, out.items, out.mean, out.sigma, out.residual, out.forced,
+                lo, n // 2, ready.far(b, features[:lo]), sums, ready.near, factor, given, ready.known, ready.pair, geometry.turns, rows,
+                int(keep), guess, work, ints, features, energy, mode, *stream, written, count, 1 if sink is None else sink.encoder.lanes,
+                self._table, self._shift, self._edges, self._bins, items, mean, sigma, residual, forced,
             )  # fmt: skip
         if scale is not None:
-            scale.add(out.energy[-1], (n - 1) % BLOCK + 1)
-        out.symbols, out.escapes = (Symbols(written[: count[2]]), Symbols(written[count[2] : count[0]])), int(count[1])
-        return out
+            scale.add(energy[-1], (n - 1) % BLOCK + 1)
+        symbols = Symbols(written[: count[2]]), Symbols(written[count[2] : count[0]])
+        return Walked(items, mean, sigma, residual, forced, features, energy, symbols, int(count[1]))
 
 
 def _room(sink: Sink | None, scalars: int) -> Codes:
@@ -407,7 +408,8 @@ def _room(sink: Sink | None, scalars: int) -> Codes:
 
 def _stream(source: Source | None, sink: Sink | None) -> Any:
     """Numbers and tables, scratch, states, words and place; stand-ins where nothing is read."""
-    tables = sink.tables if source is None and sink is not None else None if source is None else source.tables
+    given = sink if source is None else source
+    tables = None if given is None else given.tables
     numbers = Numbers(0, 0, 0, 0, 0, 0, 0, 0.0) if tables is None else tables.numbers
     fine = np.zeros(1, np.int32) if tables is None else tables.fine
     if source is None:

@@ -91,13 +91,13 @@ def test_means_one_by_one_equal_one_product(seed: int, pairs: int, tokens: int, 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    st.sampled_from(list(FORMATS)), st.integers(0, 2**32 - 1), st.integers(1, 2), st.integers(1, 5), st.integers(0, 5), st.integers(1, 6),
-    st.integers(0, 2),
+    st.sampled_from(list(FORMATS)), st.integers(0, 2**32 - 1), st.integers(1, 2), st.sampled_from([1, 2, 5, 9]), st.integers(0, 9),
+    st.sampled_from([1, 2, 6, 17, 40]), st.integers(0, 2),
 )  # fmt: skip
 def test_any_joint_model_round_trips_any_truth(
     name: str, seed: int, heads: int, half: int, turned: int, tokens: int, history: int
 ) -> None:
-    """Guesses, truths, angles and models that have nothing to do with one another."""
+    """Guesses, truths, angles and models that have nothing to do with one another; truth in memory of another order."""
     rng, fmt, dim = np.random.default_rng(seed), FORMATS[name], 2 * half
     rope_dim = 2 * min(turned, half)
     joint = any_joint(rng, heads * half, history=history, scaled=seed % 3 > (1 if fmt.coarse else 0), narrow=fmt.coarse)
@@ -112,24 +112,27 @@ def test_any_joint_model_round_trips_any_truth(
     near = [fmt.patterns(samples.cast(g, fmt)) ^ rng.integers(0, 40, shape) for g in guess]
     far = rng.integers(0, 1 << fmt.item_bits, shape)
     truth: Any = tuple(fmt.tensor(np.where(rng.random(shape) < 0.3, far, x)) for x in near)
+    kept, truth = [t.clone() for t in truth], tuple(t.transpose(0, 2).contiguous().transpose(0, 2) for t in truth)
     turn = torch.cos(angle), torch.sin(angle)
     plain = any_loop(np.random.default_rng(seed + 1), joint, rope_dim, fmt, heads, reference=True)
     plain._scales = loop._scales
     scalars = seed % 2**19  # of the chunk whose first layer this is: 1 to 32 lanes
     for coder_name in NAMES:
         coders = [Coder(coder_name, gaussian_table(), fmt, reference) for reference in (False, True)]
-        streams = []
-        for coder, some in zip(coders, (loop, plain), strict=True):
+        written = []
+        for coder, some, ideal in ((coders[0], loop, True), (coders[0], loop, False), (coders[1], plain, False)):
             writer = coder.writer(scalars)
-            coded = some.encode(0, truth, guess, turn, False, writer, carry)
-            streams.append(writer.finish().streams)
-        assert streams[0] == streams[1], "compiled and plain"
+            coded = some.encode(0, truth, guess, turn, ideal, writer, carry)
+            written.append((writer.finish(), coded.escapes))
+        assert written[1] == written[2], "compiled and plain"
+        assert written[0] == written[1], "with costs and without"
+        streams = written[0][0].streams
         for coder, some in itertools.product(coders, (loop, plain)):
-            reader = coder.reader(streams[0], scalars)
+            reader = coder.reader(streams, scalars)
             reader.layer()
             decoded = some.decode(0, reader, guess, turn, carry)
             reader.finish()
-            assert samples.same_bits([decoded.values], [truth])
+            assert samples.same_bits([decoded.values], [kept])
     for told in (decoded.next, loop.known(0, truth, guess, turn, carry)[1]):
         if isinstance(coded.next.carry, Carry):
             assert isinstance(told.carry, Carry)

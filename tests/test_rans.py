@@ -218,6 +218,20 @@ def test_scaled_rows_are_gridded_rows() -> None:
         assert all(np.array_equal(getattr(one, n), getattr(other, n)) for n in ("start", "freq", "lane"))
 
 
+def test_parts_in_one_room_are_added_in_order() -> None:
+    one, other = Symbols.of(*np.array([[3, 2, 0], [9, 1, 1]]).T), Symbols.of(*np.array([[5, 4, 1]]).T)
+    encoder, plain = rans.Encoder(2), [one, other]
+    room = encoder.room(5)
+    room[:2], room[2:3] = one.codes, other.codes
+    with pytest.raises(ValueError, match="not added"):
+        encoder.add(Symbols(room[2:3]))
+    encoder.add(Symbols(room[:2]))
+    encoder.add(Symbols(room[2:3]))
+    following = encoder.room(5)
+    assert not any(np.shares_memory(following[:5], part.codes) for part in encoder.parts)
+    assert encoder.finish() == rans_plain.encode(plain, 2)
+
+
 def test_lanes_follow_the_number_of_scalars() -> None:
     assert [lane_count(n) for n in (0, 1, 2**14, 2**15 - 1, 2**15, 3 * 2**16, 2**19 - 1, 2**19, 2**40)] == [
         1, 1, 1, 1, 2, 8, 16, 32, 32,
