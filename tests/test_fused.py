@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec import exact
-from codec.predictor import fused, linear
+from codec.predictor import fused, fused_attention, linear
 from codec.predictor.attention import Seen, attend
 from codec.predictor.decoder import DecoderRun
 from codec.predictor.linear import Inputs, Linear, quantise_weight
@@ -156,7 +156,7 @@ def test_scores_at_and_beyond_the_limit():
     t = (scores * key).to(torch.float32) * query + bias
     t = t.clamp(-LIMIT, LIMIT).masked_fill(~allowed, -LIMIT)
     want = exact.weights_from_scores(t, None)
-    got = fused.weights(scores.clone(), key, query, bias, allowed, LIMIT)
+    got = fused_attention.weights(scores.clone(), key, query, bias, allowed, LIMIT)
     same(got[0], want[0])
     same(got[1], want[1])
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from codec import exact
+from codec.predictor import fused, fused_far
 
 SINKS = 4  # the first tokens, which a window never loses: models park attention there (Xiao et al. 2024)
 SHARE = 16  # tokens of a group for one centroid
@@ -85,26 +86,28 @@ def far(keys: Tensor, key_scale: Tensor, values: Tensor, window: int) -> Far:
     """
     heads, _, dim = keys.shape
     count = centroids(window)
-    scale = key_scale.reshape(-1, window, 1).amax(1, keepdim=True)  # [J G, 1, 1]
-    ratio = key_scale.reshape(-1, window, 1) / scale
-    k = torch.round(keys.reshape(-1, window, dim).to(torch.float32) * ratio).to(torch.float64)
-    v = values.reshape(-1, window, dim).to(torch.float64)
+    groups = (keys.reshape(-1, window, dim), key_scale.reshape(-1, window, 1), values.reshape(-1, window, dim))
+    found = fused_far.lloyd(*groups, count, ROUNDS) if fused.serves(keys.device) else _lloyd(*groups, count)
+    centre, value, members = found
+    bias = _biases(window).to(keys.device)[members]
+    wide = groups[1].amax(1, keepdim=True).expand(-1, count, 1).reshape(heads, -1, 1)
+    return Far(centre.view(heads, -1, dim), wide, value.view(heads, -1, dim), bias.view(heads, -1, 1))
+
+
+def _lloyd(keys: Tensor, key_scale: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """fused_far.lloyd, G being J G here."""
+    ratio = key_scale / key_scale.amax(1, keepdim=True)
+    k = torch.round(keys.to(torch.float32) * ratio).to(torch.float64)
+    v = values.to(torch.float64)
     # The bounds: 2 * 15 + log2(D) bits for distances, 15 + log2(W) for sums.
-    stride = window // count
+    stride = k.shape[1] // count
     centre, order = k[:, stride // 2 :: stride][:, :count], torch.arange(count, device=k.device).to(torch.float64)
     for _ in range(ROUNDS):
         distance = exact.row_sum(centre * centre).transpose(1, 2) - 2.0 * exact.product(k, centre.transpose(1, 2))
         ranked = distance * float(count) + order  # of equal distances, the first centroid is taken
-        mine = (ranked == ranked.amin(-1, keepdim=True)).to(torch.float64).transpose(1, 2)  # [J G, C, W]
+        mine = (ranked == ranked.amin(-1, keepdim=True)).to(torch.float64).transpose(1, 2)  # [G, C, W]
         members = exact.row_sum(mine)
         mean = torch.round(exact.product(mine, k) / members.clamp_min(1.0))
         centre = torch.where(members > 0, mean, centre)
     value = torch.round(exact.product(mine, v) / members.clamp_min(1.0))
-    bias = _biases(window).to(k.device)[members.to(torch.int64)]
-    wide = scale.expand(-1, count, 1).reshape(heads, -1, 1)
-    return Far(
-        centre.to(torch.int16).view(heads, -1, dim),
-        wide,
-        value.to(torch.int16).view(heads, -1, dim),
-        bias.view(heads, -1, 1),
-    )
+    return centre.to(torch.int16), value.to(torch.int16), members[..., 0].to(torch.int64)

@@ -194,16 +194,21 @@ def limb_weights(
 
 
 # ---------------------------------------------------------------- weighted means
+@apart
+def _mean(low: Bits, middle: Bits, high: Bits, total: float, step: float, out: Singles) -> None:
+    """Of one row: its low, middle and high limbs of weights against all limbs of values. Integers below 2**53, exact in any order."""
+    dim = out.shape[0]
+    for d in range(dim):
+        small = np.float64(middle[d]) + np.float64(low[dim + d])
+        large = np.float64(high[d]) + np.float64(middle[dim + d])
+        whole = ((np.float64(high[dim + d]) * _LIMB + large) * _LIMB + small) * _LIMB + np.float64(low[d])
+        out[d] = np.float32((whole / total) * step)
+
+
 @compiled
 def _weighted(begin: int, end: int, products: Bits, rows: int, sums: Doubles, step: float, out: Singles) -> None:
-    dim = out.shape[1]
     for i in range(begin, end):
-        for d in range(dim):
-            total, factor = 0.0, 1.0
-            for k in range(i, 3 * rows, rows):
-                total += (np.float64(products[k, dim + d]) * _LIMB + np.float64(products[k, d])) * factor
-                factor *= _LIMB
-            out[i, d] = np.float32((total / sums[i]) * step)
+        _mean(products[i], products[rows + i], products[2 * rows + i], sums[i], step, out[i])
 
 
 def weighted(products: Tensor, sums: Tensor, step: float) -> Tensor:
