@@ -154,9 +154,9 @@ def test_scores_at_and_beyond_the_limit():
     )
     bias = torch.tensor([[[0.0, 0.0, -1e30, 3.0]]])
     t = (scores * key).to(torch.float32) * query + bias
-    t = t.clamp(-LIMIT, LIMIT).masked_fill(~allowed, -LIMIT)
+    t = t.clamp(-LIMIT, LIMIT).masked_fill(~allowed, -2 * LIMIT)
     want = exact.weights_from_scores(t, None)
-    got = fused_attention.weights(scores.clone(), key, query, bias, allowed, LIMIT)
+    got = fused_attention.weights(scores.clone(), key, query, bias, allowed, LIMIT, -2 * LIMIT)
     same(got[0], want[0])
     same(got[1], want[1])
 

@@ -14,7 +14,7 @@ import codec
 from codec import errors, exact
 from codec.predictor import fused
 from codec.predictor.attention import Seen, attend, block_length
-from codec.predictor.far import NONE, ROUNDS, SHARE, SINKS, far, log2
+from codec.predictor.far import NONE, ROUNDS, SHARE, SINKS, VALUE_UNIT, far, log2
 from tests import codec_samples as samples
 
 
@@ -34,6 +34,13 @@ def plain_centroids(keys: list[list[int]], values: list[list[int]]) -> list[tupl
         centres = [mean([keys[t] for t in m]) if m else c for m, c in zip(members, centres, strict=True)]
     held = [mean([values[t] for t in m]) if m else [0] * len(values[0]) for m in members]
     return [(c, v, len(m)) for c, v, m in zip(centres, held, members, strict=True)]
+
+
+def in_bytes(key: list[int], value: list[int], scale: float) -> tuple[list[int], list[int], float]:
+    """A centroid as it is kept: (key, value, the key's scale) in 8 bits each; values in units of VALUE_UNIT."""
+    shift = max(0, max(abs(x) for x in key).bit_length() - 7)
+    key = [int(np.clip(np.round(x / 2**shift), -127, 127)) for x in key]
+    return key, [int(np.clip(np.round(x / VALUE_UNIT), -127, 127)) for x in value], scale * 2.0**shift
 
 
 def plain_attention(q: Tensor, seen: Seen, step: Tensor, window: int) -> Tensor:
@@ -59,7 +66,8 @@ def plain_attention(q: Tensor, seen: Seen, step: Tensor, window: int) -> Tensor:
                 k = [[int(np.round(float(x) * rows[i][1] / scale)) for x in rows[i][0]] for i in group]
                 for key, value, n in plain_centroids(k, [[int(x) for x in rows[i][2]] for i in group]):
                     bias = float(np.float32(log2(n) if n else NONE))
-                    may.append((torch.tensor(key).double(), scale, torch.tensor(value).double(), bias))
+                    key, value, own = in_bytes(key, value, scale)
+                    may.append((torch.tensor(key).double(), own, torch.tensor(value).double() * VALUE_UNIT, bias))
             scores = torch.stack([(qi[h, t].double() * k).sum() * s for k, s, _, _ in may])
             biases = torch.tensor([b for *_, b in may])
             scaled = scores.float() * (qs[h, t] * (exact.LOG2E / dim**0.5)) + biases
@@ -119,10 +127,11 @@ def test_centroids_are_lloyds(window: int) -> None:
             most = scale[j, part].max()
             whole = torch.round(keys[j, part] * (scale[j, part] / most)).to(torch.int64).tolist()
             want = plain_centroids(whole, values[j, part].tolist())
-            assert found.keys[j, own].tolist() == [k for k, _, _ in want]
-            assert found.values[j, own].tolist() == [v for _, v, _ in want]
+            small = [in_bytes(k, v, float(most)) for k, v, _ in want]
+            assert found.keys[j, own].tolist() == [k for k, _, _ in small]
+            assert found.values[j, own].tolist() == [v for _, v, _ in small]
             assert found.bias[j, own, 0].tolist() == [float(np.float32(log2(n) if n else NONE)) for *_, n in want]
-            assert (found.key_scale[j, own] == most).all()
+            assert found.key_scale[j, own, 0].tolist() == [s for _, _, s in small]
 
 
 def test_logarithms_in_whole_numbers() -> None:

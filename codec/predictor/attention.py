@@ -15,12 +15,13 @@ from torch import Tensor
 
 from codec import exact
 from codec.predictor import fused, fused_attention
-from codec.predictor.far import SINKS, Far, centroids, groups_before
+from codec.predictor.far import SINKS, VALUE_UNIT, Far, centroids, groups_before
 from codec.predictor.memory import Seen, window_begin
 
 _SCORES_AT_ONCE = 1 << 18  # scores held at a time, a multiple of the L2 cache rather than T x T
 _MOST_QUERIES = 64  # more at a time multiply too much with what most of them do not see yet
 _SCORE_LIMIT = 1e30
+_UNSEEN = -2e30  # below all scores, so that what a query may not see has no weight even beside the least of them
 _LIMB_TOKENS = 1 << 17  # fewer keys than these: sums of int8 products stay below 2**31
 
 
@@ -73,19 +74,20 @@ class _Whole:
         integers, self.query_scale = fused.row_integers(q) if fused.serves(q.device) else exact.row_integers(q)
         kv_heads, (_, tokens, dim) = len(seen.keys), q.shape
         self._q = integers.view(kv_heads, -1, tokens, dim).to(torch.float64)
-        self._all = self._converted(seen, torch.zeros_like(seen.key_scale))
-        self._centroids = None if seen.far is None else self._converted(seen.far, seen.far.bias)
+        self._all = self._converted(seen, 1.0, torch.zeros_like(seen.key_scale))
+        self._centroids = self._all if seen.far is None else self._converted(seen.far, VALUE_UNIT, seen.far.bias)
         self._near, self._far = self._all, self._all  # of a run
         self._step = value_step.to(torch.float64)
 
     @staticmethod
-    def _converted(seen: Seen | Far, bias: Tensor) -> list[Tensor]:
-        return [t.to(torch.float64) for t in (seen.keys, seen.values, seen.key_scale)] + [bias]
+    def _converted(seen: Seen | Far, unit: float, bias: Tensor) -> list[Tensor]:
+        keys, values, scale = (t.to(torch.float64) for t in (seen.keys, seen.values, seen.key_scale))
+        return [keys, values * unit, scale, bias]
 
     def look(self, skip: int, end: int, far: int) -> None:
         """The next blocks see tokens before `end` without `skip` of them after the sinks, and the first `far` centroids."""
         self._near = [_without(t, skip, end) for t in self._all]
-        self._far = [t[:, :far] for t in self._centroids or self._all]
+        self._far = [t[:, :far] for t in self._centroids]
 
     def block(self, part: slice, near: int, visible: int, scale: Tensor) -> Tensor:
         """Of some queries, the first of which sees `visible` of `near` keys: float32 [J, H / J * queries, D].
@@ -112,19 +114,17 @@ class _InLimbs:
         limbs, self.query_scale = fused.limbs(q.reshape(-1, dim))
         low, high = limbs.view(2, kv_heads, heads // kv_heads, tokens, dim)
         self._q = torch.cat([high, low], -1)  # against keys with their low limbs first: the cross terms
-        self._all = self._converted(seen, torch.zeros_like(seen.key_scale))
-        self._centroids = None if seen.far is None else self._converted(seen.far, seen.far.bias)
+        zeros = torch.zeros_like(seen.key_scale)
+        self._all = [fused_attention.split(seen.keys), fused_attention.split(seen.values), seen.key_scale, zeros]
+        far = seen.far
+        self._centroids = self._all if far is None else [far.keys, far.values, far.key_scale, far.bias]
         self._near, self._far = self._all, self._all  # of a run
         self._steps: list[float] = value_step.flatten().tolist()
-
-    @staticmethod
-    def _converted(seen: Seen | Far, bias: Tensor) -> list[Tensor]:
-        return [fused_attention.split(seen.keys), fused_attention.split(seen.values), seen.key_scale, bias]
 
     def look(self, skip: int, end: int, far: int) -> None:
         """See _Whole.look."""
         self._near = [_without(t, skip, end) for t in self._all]
-        self._far = [t[:, :far] for t in self._centroids or self._all]
+        self._far = [t[:, :far] for t in self._centroids]
 
     def block(self, part: slice, near: int, visible: int, scale: Tensor) -> Tensor:
         """See _Whole.block."""
@@ -134,13 +134,12 @@ class _InLimbs:
             keys, values, *scales = (t[j, :near] for t in self._near)
             far_keys, far_values, *far_scales = (t[j] for t in self._far)
             weights, far_weights, norm = fused_attention.limb_weights(
-                _limb_products(queries, keys), _limb_products(queries, far_keys), (scales, far_scales), scale[j], visible,
-                part.stop - part.start, _SCORE_LIMIT,
+                _products(queries, keys), _far_products(queries, far_keys), (scales, far_scales), scale[j], visible, part.stop - part.start,
+                _SCORE_LIMIT,
             )  # fmt: skip
             sums = exact.product_int8(weights, values)
-            if len(far_values):
-                sums += exact.product_int8(far_weights, far_values)
-            out.append(fused_attention.weighted(sums, norm, step))
+            far_sums = exact.product_int8(far_weights, far_values) if len(far_values) else None
+            out.append(fused_attention.weighted(sums, far_sums, VALUE_UNIT, norm, step))
         return torch.stack(out)
 
 
@@ -149,12 +148,24 @@ def _without(t: Tensor, skip: int, end: int) -> Tensor:
     return torch.cat([t[:, :SINKS], t[:, SINKS + skip : end]], 1) if skip else t[:, :end]
 
 
-def _limb_products(queries: Tensor, keys: Tensor) -> fused_attention.Products:
-    """int32 [R, n] each, from limbs of queries, high ones first, int8 [R, 2 D], and of keys, low ones first, int8 [n, 2 D]."""
-    dim, n = keys.shape[1] // 2, len(keys)
-    sides = (queries[:, :dim], keys[:, dim:]), (queries, keys), (queries[:, dim:], keys[:, :dim])
-    found = [exact.product_int8(a, b.T) if n else a.new_empty(len(a), 0, dtype=torch.int32) for a, b in sides]
-    return found[0], found[1], found[2]
+def _products(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 [R, n]: of high limbs, of one's high and the other's low ones, of low ones. queries: int8 [R, 2 D], high limbs first; keys:
+    int8 [n, 2 D], low ones first."""
+    dim = keys.shape[1] // 2
+    high, low = (
+        exact.product_int8(queries[:, :dim], keys[:, dim:].T),
+        exact.product_int8(queries[:, dim:], keys[:, :dim].T),
+    )
+    return high, exact.product_int8(queries, keys.T), low
+
+
+def _far_products(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 [R, m]: of high limbs of queries and of low ones with keys of one limb, int8 [m, D]."""
+    if not len(keys):
+        none = torch.empty(len(queries), 0, dtype=torch.int32)
+        return none, none
+    high, low = (exact.product_int8(limb, keys.T) for limb in queries.chunk(2, 1))
+    return high, low
 
 
 def _weights(
@@ -162,8 +173,8 @@ def _weights(
 ) -> tuple[Tensor, Tensor]:
     """See fused_attention.weights; infinities would make NaNs, whose casts differ by processor, hence the limit."""
     if fused.serves(scores.device):
-        return fused_attention.weights(scores, key_scale, query_scale, bias, allowed, _SCORE_LIMIT)
+        return fused_attention.weights(scores, key_scale, query_scale, bias, allowed, _SCORE_LIMIT, _UNSEEN)
     t = scores.mul_(key_scale).to(torch.float32).mul_(query_scale).add_(bias)  # scaling by powers of two is exact
     t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)
-    t.masked_fill_(~allowed.repeat(scores.shape[1] // len(allowed), 1), -_SCORE_LIMIT)
+    t.masked_fill_(~allowed.repeat(scores.shape[1] // len(allowed), 1), _UNSEEN)
     return exact.weights_from_scores(t, None)

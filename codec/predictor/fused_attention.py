@@ -8,6 +8,7 @@ Shapes: J key-value heads, T queries, R = T times the heads of one, n near keys,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,7 @@ def _weights(
     bias: Singles,
     allowed: Flags,
     limit: Any,
+    unseen: Any,
     sums: Doubles,
 ) -> None:
     n, each = scores.shape[1], scores.shape[0] // key_scale.shape[0]
@@ -95,20 +97,26 @@ def _weights(
         scale, query, head = query_scale[i], i % each % allowed.shape[0], i // each
         for k in range(n):
             score = np.float32(scores[i, k] * key_scale[head, k]) * scale + bias[head, k]
-            t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
+            t[k] = min(max(score, -limit), limit) if allowed[query, k] else unseen
         sums[i] = np.float64(_softmax(t, bits, weight))
         for k in range(n):
             scores[i, k] = np.float64(weight[k])
 
 
 def weights(
-    scores: Tensor, key_scale: Tensor, query_scale: Tensor, bias: Tensor, allowed: Tensor, limit: float
+    scores: Tensor,
+    key_scale: Tensor,
+    query_scale: Tensor,
+    bias: Tensor,
+    allowed: Tensor,
+    limit: float,
+    unseen: float,
 ) -> tuple[Tensor, Tensor]:
     """exact.weights_from_scores of scaled scores: (weights, which take the place of `scores`; their sums float64 [J, rows, 1]).
 
     scores: float64 [J, rows, keys]; key_scale: float64 [J, 1, keys]; query_scale: float32 [J, rows, 1]; bias: float32 [J, 1, keys], added
     to scaled scores; allowed: bool [T, keys], rows being a multiple of T; a row's scores are clamped to -limit .. limit, and what is not
-    allowed becomes -limit.
+    allowed becomes `unseen`, which is less.
     """
     heads, rows, keys = scores.shape
     sums = np.empty(heads * rows)
@@ -123,6 +131,7 @@ def weights(
         more,
         allowed.numpy(),
         np.float32(limit),
+        np.float32(unseen),
         sums,
     )
     return scores, torch.from_numpy(sums).view(heads, rows, 1)
@@ -140,6 +149,14 @@ def _scores(
 
 
 @apart
+def _far_scores(high: Bits, low: Bits, key_scale: Singles, bias: Singles, scale: Any, limit: Any, out: Singles) -> None:
+    for k in range(out.shape[0]):
+        whole = np.float64(high[k]) * _LIMB + np.float64(low[k])
+        score = np.float32(whole) * key_scale[k] * scale + bias[k]
+        out[k] = min(max(score, -limit), limit)
+
+
+@apart
 def _put(weight: Bits, low: Bytes, middle: Bytes, high: Bytes) -> None:
     for k in range(weight.shape[0]):
         above = (weight[k] + np.int32(128)) >> np.int32(8)
@@ -150,7 +167,7 @@ def _put(weight: Bits, low: Bytes, middle: Bytes, high: Bytes) -> None:
 
 @compiled
 def _limb_weights(
-    begin: int, end: int, visible: int, queries: int, near: tuple[Bits, Bits, Bits], far: tuple[Bits, Bits, Bits],
+    begin: int, end: int, visible: int, queries: int, near: tuple[Bits, Bits, Bits], far: tuple[Bits, Bits],
     near_scale: tuple[Singles, Singles], far_scale: tuple[Singles, Singles], query_scale: Singles, limit: Any, out: Bytes,
     far_out: Bytes, sums: Doubles,
 ) -> None:  # fmt: skip
@@ -162,7 +179,7 @@ def _limb_weights(
         sees, scale = visible + i % queries, query_scale[i]
         every = sees + m
         _scores(near[0][i], near[1][i], near[2][i], near_scale[0], near_scale[1], scale, limit, t[:sees])
-        _scores(far[0][i], far[1][i], far[2][i], far_scale[0], far_scale[1], scale, limit, t[sees:every])
+        _far_scores(far[0][i], far[1][i], far_scale[0], far_scale[1], scale, limit, t[sees:every])
         sums[i] = np.float64(_softmax(t[:every], bits[:every], weight[:every]))
         _put(weight[:sees], out[i], out[rows + i], out[2 * rows + i])
         _put(weight[sees:every], far_out[i], far_out[rows + i], far_out[2 * rows + i])
@@ -170,17 +187,16 @@ def _limb_weights(
             out[limb, sees:] = 0
 
 
-Products = tuple[Tensor, Tensor, Tensor]  # of the queries' and keys' high limbs; of one's high and the other's low; of the low ones
-Scales = tuple[Tensor, Tensor]  # of keys: float32 [n], powers of two; and what is added to their scaled scores
-
-
 def limb_weights(
-    near: Products, far: Products, scales: tuple[Scales, Scales], query_scale: Tensor, visible: int, queries: int, limit: float
+    near: Sequence[Tensor], far: Sequence[Tensor], scales: tuple[Sequence[Tensor], Sequence[Tensor]], query_scale: Tensor, visible: int,
+    queries: int, limit: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`weights` of one head, in limbs: (int8 [3 R, n] of near keys and [3 R, m] of far ones, low limbs of all rows first; their sums
     float64 [R]).
 
-    near, far: int32 [R, n] and [R, m] each; scales: of near keys, of far ones; query_scale: float32 [R, 1]; queries: T.
+    near: int32 [R, n], products of the queries' and keys' high limbs, of one's high and the other's low ones, of the low ones; far:
+    int32 [R, m], of the queries' high and low limbs with keys of one limb; scales: of near keys, of far ones: powers of two and what is
+    added to scaled scores, float32 [n] or [m]; query_scale: float32 [R, 1]; queries: T.
     """
     near_products, far_products = (tuple(p.numpy() for p in part) for part in (near, far))
     near_scale, far_scale = (tuple(array(s).reshape(-1) for s in part) for part in scales)
@@ -195,29 +211,49 @@ def limb_weights(
 
 # ---------------------------------------------------------------- weighted means
 @apart
-def _mean(low: Bits, middle: Bits, high: Bits, total: float, step: float, out: Singles) -> None:
-    """Of one row: its low, middle and high limbs of weights against all limbs of values. Integers below 2**53, exact in any order."""
+def _wholes(low: Bits, middle: Bits, high: Bits, out: Doubles) -> None:
+    """Of one row: its low, middle and high limbs of weights against both limbs of values. Integers below 2**53, exact in any order."""
     dim = out.shape[0]
     for d in range(dim):
         small = np.float64(middle[d]) + np.float64(low[dim + d])
         large = np.float64(high[d]) + np.float64(middle[dim + d])
-        whole = ((np.float64(high[dim + d]) * _LIMB + large) * _LIMB + small) * _LIMB + np.float64(low[d])
-        out[d] = np.float32((whole / total) * step)
+        out[d] = ((np.float64(high[dim + d]) * _LIMB + large) * _LIMB + small) * _LIMB + np.float64(low[d])
+
+
+@apart
+def _add_far(low: Bits, middle: Bits, high: Bits, unit: float, out: Doubles) -> None:
+    """The same of far values, which have one limb."""
+    for d in range(out.shape[0]):
+        out[d] += ((np.float64(high[d]) * _LIMB + np.float64(middle[d])) * _LIMB + np.float64(low[d])) * unit
+
+
+@apart
+def _means(whole: Doubles, total: float, step: float, out: Singles) -> None:
+    for d in range(out.shape[0]):
+        out[d] = np.float32((whole[d] / total) * step)
 
 
 @compiled
-def _weighted(begin: int, end: int, products: Bits, rows: int, sums: Doubles, step: float, out: Singles) -> None:
+def _weighted(
+    begin: int, end: int, near: Bits, far: Bits, unit: float, sums: Doubles, step: float, out: Singles
+) -> None:
+    rows, dim = out.shape
+    whole = np.empty(dim)
     for i in range(begin, end):
-        _mean(products[i], products[rows + i], products[2 * rows + i], sums[i], step, out[i])
+        _wholes(near[i], near[rows + i], near[2 * rows + i], whole)
+        if far.shape[0]:
+            _add_far(far[i], far[rows + i], far[2 * rows + i], unit, whole)
+        _means(whole, sums[i], step, out[i])
 
 
-def weighted(products: Tensor, sums: Tensor, step: float) -> Tensor:
+def weighted(near: Tensor, far: Tensor | None, unit: float, sums: Tensor, step: float) -> Tensor:
     """Weighted means of values: float32 [R, D].
 
-    products: int32 [3 R, 2 D], limbs of weights against limbs of values, low ones first; sums: float64 [R], of the weights;
-    step: of the values, a power of two.
+    near: int32 [3 R, 2 D], limbs of weights against limbs of values, low ones first; far: int32 [3 R, D], against far values, of which
+    one is `unit` steps; sums: float64 [R], of all weights; step: a power of two.
     """
-    rows, dim = len(sums), products.shape[1] // 2
-    out = np.empty((rows, dim), np.float32)
-    over_rows(_weighted, rows, products.numpy(), rows, sums.numpy(), step, out)
+    rows, dim = len(sums), near.shape[1] // 2
+    out, none = np.empty((rows, dim), np.float32), np.empty((0, dim), np.int32)
+    far_products = none if far is None else far.numpy()
+    over_rows(_weighted, rows, near.numpy(), far_products, float(unit), sums.numpy(), step, out)
     return torch.from_numpy(out)
