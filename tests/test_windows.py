@@ -57,7 +57,7 @@ def plain_attention(q: Tensor, seen: Seen, step: Tensor, window: int) -> Tensor:
         ]
         for t in range(tokens):
             place = total - tokens + t
-            behind = max(0, place - window + 1 - SINKS) // window if window else 0
+            behind = max(0, place // window * window - SINKS) // window if window else 0
             begin = SINKS + behind * window if behind else 0
             may = rows[: min(SINKS, place + 1)] + rows[max(begin, SINKS) : place + 1]
             for g in range(behind):

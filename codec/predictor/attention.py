@@ -15,7 +15,7 @@ from torch import Tensor
 
 from codec import exact
 from codec.predictor import fused, fused_attention
-from codec.predictor.far import SINKS, VALUE_UNIT, Far, centroids, groups_before
+from codec.predictor.far import SINKS, VALUE_UNIT, Far, centroids, groups_before, groups_end
 from codec.predictor.memory import Seen, window_begin
 
 _SCORES_AT_ONCE = 1 << 18  # scores held at a time, a multiple of the L2 cache rather than T x T
@@ -37,7 +37,7 @@ def runs(first: int, total: int, window: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, groups): the queries `first` .. total - 1 in runs, and how many groups lie before their windows."""
     while first < total:
         groups = groups_before(first, window) if window else 0
-        end = min(total, (groups + 2) * window + SINKS - 1) if window else total
+        end = min(total, groups_end(groups, window)) if window else total
         yield first, end, groups
         first = end
 
@@ -45,7 +45,7 @@ def runs(first: int, total: int, window: int) -> Iterator[tuple[int, int, int]]:
 def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
     """Causal attention of one sequence: q float32 [H, T, D] -> float32 [T, H * D], over blocks of queries.
 
-    value_step: float32 [J, 1, 1], powers of two; window: the last tokens that are seen themselves, at least, besides the sinks; 0 for all.
+    value_step: float32 [J, 1, 1], powers of two; window: tokens that are seen themselves, at least, the sinks among them; 0 for all.
     """
     (heads, tokens, dim), kv_heads, total = q.shape, len(seen.keys), seen.total
     groups, first = heads // kv_heads, total - tokens

@@ -1,6 +1,6 @@
 """What windowed attention still sees of tokens that left the window: centroids of their keys.
 
-Tokens behind the sinks form groups as long as the window. A group that lies before all windows is stood for by one centroid for every
+Tokens behind the sinks form groups as long as the window. A group that a token's window has left is stood for by one centroid for every
 SHARE of its tokens: Lloyd's k-means on the keys (S. P. Lloyd, 1982), in integers, so that every process finds the same. A centroid
 attends as the mean of its tokens' keys and gives the mean of their values; its weight counts for all of them: log2 of their number is
 added to its score. As a mean is rough, 8 bits are enough for it, which attention multiplies in half of the time that 16 take.
@@ -34,8 +34,16 @@ def centroids(window: int) -> int:
 
 
 def groups_before(query: int, window: int) -> int:
-    """Groups of which no token is among the last `window` that the token at this place sees; its window begins where they end."""
-    return max(0, query - window + 1 - SINKS) // window
+    """Groups that end before the multiple of `window` that is at or before the token at this place; its window begins where they end.
+
+    All tokens between two multiples see the same groups, so that a chunk as long as the window, or a part of it, is taken in at once.
+    """
+    return max(0, query // window * window - SINKS) // window
+
+
+def groups_end(groups: int, window: int) -> int:
+    """The first place that sees more groups than these."""
+    return (groups + 1 + -(-SINKS // window)) * window
 
 
 @dataclass
