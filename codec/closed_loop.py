@@ -11,21 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from codec.bins import Bins
 from codec.cells import Ints
 from codec.coders import Reader, Writer
-from codec.formats import NumberFormat
+from codec.formats import Items, NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.ideal import Cost, cost
 from codec.joint_model import REACH, Features, JointLayer, Means, PairLaw, Ready
+from codec.layout import to_channels
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
-from codec.scalars import Source
+from codec.scalars import Sink, Source
 from codec.token_scale import BLOCK, CompiledTokenScale, TokenScale, innovations
-from codec.walk import Walker
+from codec.walk import Walked, Walker
 
 CORRECTION_MAX = 2.0**20  # in units of the state's RMS, which is below 2**100: the sum stays finite
 Read = Callable[[int, int, Floats, Floats], Ints]  # 0 (K) or 1 (V), channel, mean and sigma [T] -> patterns [T]
@@ -42,12 +45,15 @@ class Carry:
 
 @dataclass
 class Laws:
-    """Mean and sigma of every stored channel, and what its truth showed. K and V: [J * D, T]; features: [N, T]."""
+    """Mean and sigma of every stored channel, and what its truth showed. K and V: [J * D, T]; features: [N, T].
+
+    Of mean, sigma and residual nothing where only coding needed them.
+    """
 
     mean: list[Floats]
     sigma: list[Floats]
     residual: list[Floats]  # what is known of truth minus guess; 0 where it must not steer anything
-    forced: list[Floats]  # the truth; the guess where it must not
+    forced: list[NDArray[Any]]  # the truth; the guess where it must not: float32 or float64
     features: Features
     energy: Ints  # sums over blocks of squared innovations in units of the model's own sigmas: [blocks, T]
     level: Ints | None = None
@@ -82,22 +88,34 @@ class ClosedLoop:
         self, layer: int, truth: Pair, guess: Pair, turn: Pair, ideal: bool, writer: Writer, carry: object = None
     ) -> CodedLayer:
         """See LoopCodec."""
-        geometry, fmt = self._geometry(layer, guess, turn), self._fmt
-        patterns = [geometry.channels(fmt.patterns(t)) for t in truth]
-        laws = self._laws(layer, geometry, patterns, carry)
+        geometry = self._geometry(layer, guess, turn)
+        if writer.sink is None or self._reference:
+            laws, escapes = self._write(layer, geometry, truth, writer, carry)
+        else:
+            items = self._items(geometry, truth)
+            found, laws = self._compiled(layer, geometry, items, carry, sink=writer.sink, keep=ideal)
+            escapes = found.escapes
+            for side, symbols in zip((1, 0), found.symbols, strict=True):
+                writer.add(side, symbols)
+        costs = self._costs(layer, geometry, self._patterns(geometry, truth), laws) if ideal else None
+        return CodedLayer(costs, escapes, self._next(layer, geometry, laws, carry))
+
+    def _write(self, layer: int, geometry: Geometry, truth: Pair, writer: Writer, carry: object) -> tuple[Laws, int]:
+        """Encode what the laws are found of first."""
+        patterns, laws = self._patterns(geometry, truth), self._laws(layer, geometry, truth, carry)
         escapes = 0
         for side, order in ((1, slice(None)), (0, geometry.k_order)):
             mean, sigma = laws.mean[side], laws.sigma[side]
             escapes += writer.channels(side, patterns[side][order], mean[order], sigma[order])
-        costs = self._costs(layer, geometry, patterns, laws) if ideal else None
-        return CodedLayer(costs, escapes, self._next(layer, geometry, laws, carry))
+        return laws, escapes
 
     def decode(self, layer: int, reader: Reader, guess: Pair, turn: Pair, carry: object = None) -> DecodedLayer:
         """See LoopCodec."""
         geometry = self._geometry(layer, guess, turn)
         if reader.source is not None and not self._reference:
-            patterns, laws = self._compiled(layer, geometry, None, carry, reader.source)
+            found, laws = self._compiled(layer, geometry, None, carry, source=reader.source)
             reader.source.coder.check()
+            k, v = (self._fmt.shared(geometry.tensor(x)) for x in _halves(found.items))
         else:
             patterns = [np.empty(geometry.k.shape, np.int64) for _ in range(2)]
 
@@ -107,15 +125,24 @@ class ClosedLoop:
                 return found
 
             laws = self._one_by_one(layer, geometry, carry, read)
-        out = [self._fmt.tensor(geometry.tensor(x)) for x in patterns]
-        return DecodedLayer((out[0], out[1]), self._next(layer, geometry, laws, carry))
+            k, v = (self._fmt.tensor(geometry.tensor(x)) for x in patterns)
+        return DecodedLayer((k, v), self._next(layer, geometry, laws, carry))
 
     def known(self, layer: int, truth: Pair, guess: Pair, turn: Pair, carry: object = None) -> tuple[Laws, Next]:
         """What a known truth shows, and how to go on from it, without coding it (for calibration)."""
         geometry = self._geometry(layer, guess, turn)
-        patterns = [geometry.channels(self._fmt.patterns(t)) for t in truth]
-        laws = self._laws(layer, geometry, patterns, carry)
+        laws = self._laws(layer, geometry, truth, carry)
         return laws, self._next(layer, geometry, laws, carry)
+
+    def _patterns(self, geometry: Geometry, truth: Pair) -> list[Ints]:
+        return [geometry.channels(self._fmt.patterns(t)) for t in truth]
+
+    def _items(self, geometry: Geometry, truth: Pair) -> Items:
+        """K's channels, then V's: [2 * J * D, T]."""
+        out = self._fmt.empty((2, geometry.shape[0] * geometry.shape[2], geometry.tokens))
+        for rows, tensor in zip(out, truth, strict=True):
+            to_channels(self._fmt.items(tensor), rows)
+        return out.reshape(-1, geometry.tokens)
 
     def _costs(self, layer: int, geometry: Geometry, patterns: list[Ints], laws: Laws) -> tuple[Cost, Cost]:
         half = len(geometry.k)
@@ -132,27 +159,28 @@ class ClosedLoop:
     def _geometry(self, layer: int, guess: Pair, turn: Pair) -> Geometry:
         return Geometry(guess, turn, self._rope_dim, None if self._scales is None else self._scales[layer])
 
-    def _laws(self, layer: int, geometry: Geometry, patterns: list[Ints], carry: object) -> Laws:
+    def _laws(self, layer: int, geometry: Geometry, truth: Pair, carry: object) -> Laws:
+        """Of a known truth, with all that a layer shows."""
         if self._reference:
+            patterns = self._patterns(geometry, truth)
             return self._one_by_one(layer, geometry, carry, lambda side, row, mean, sigma: patterns[side][row])
-        return self._compiled(layer, geometry, patterns, carry, None)[1]
+        return self._compiled(layer, geometry, self._items(geometry, truth), carry, keep=True)[1]
 
     def _compiled(
-        self, layer: int, geometry: Geometry, patterns: list[Ints] | None, carry: object, source: Source | None
-    ) -> tuple[list[Ints], Laws]:
-        """(patterns of K and V, laws) of a known truth, or one read from a source: the same numbers as `_one_by_one`."""
+        self, layer: int, geometry: Geometry, items: Items | None, carry: object, *, source: Source | None = None, sink: Sink | None = None,
+        keep: bool = False,
+    ) -> tuple[Walked, Laws]:  # fmt: skip
+        """Walk a layer whose items [2 * J * D, T] are known, or read from a source: the same numbers as `_one_by_one`.
+
+        sink: where known items are written. Without `keep`, laws lack means, sigmas and residuals.
+        """
         ready = self._layers[layer]
-        base = ready.base(self._carried(ready, geometry, carry))
+        given = ready.given_sums(self._carried(ready, geometry, carry))
         scale = None if ready.scale is None else CompiledTokenScale(ready.scale, geometry.tokens, _level(carry))
-        known = None if patterns is None else np.concatenate(patterns)
-        found = self._walker.walk(ready, geometry, base, scale, known, source)
-        n = len(geometry.k)
-        mean, sigma, residual, forced = (
-            [x[:n], x[n:]] for x in (found.mean, found.sigma, found.residual, found.forced)
-        )
+        found = self._walker.walk(ready, geometry, given, scale, items, source=source, sink=sink, keep=keep)
+        rows = [_halves(x) if keep else [] for x in (found.mean, found.sigma, found.residual)]
         level = None if scale is None else scale.level
-        laws = Laws(mean, sigma, residual, forced, found.features, found.energy, level)
-        return [found.patterns[:n], found.patterns[n:]], laws
+        return found, Laws(rows[0], rows[1], rows[2], _halves(found.forced), found.features, found.energy, level)
 
     def _one_by_one(self, layer: int, geometry: Geometry, carry: object, read: Read) -> Laws:
         """V channel by channel, then K pair by pair; `read` gives the truth of each, told its law."""
@@ -218,11 +246,10 @@ class ClosedLoop:
 
     def _next(self, layer: int, geometry: Geometry, laws: Laws, carry: object) -> Next:
         """Attend to what is known to be true, and correct the state by what it showed."""
-        attend = [torch.from_numpy(a).to(geometry.device) for a in geometry.real(*laws.forced)]
         correction = torch.from_numpy(self._layers[layer].correction(laws.features, CORRECTION_MAX))
         before = carry.features if isinstance(carry, Carry) else ()
         following = Carry((laws.features, *before)[: self._history], laws.level)
-        return Next((attend[0], attend[1]), correction.to(geometry.device), following)
+        return Next(geometry.real(*laws.forced), correction.to(geometry.device), following)
 
 
 class _Pace:
@@ -249,6 +276,12 @@ class _Pace:
             return None
         self._scale.add(self._laws.energy[-1], (len(self._laws.features) - 1) % BLOCK + 1)
         return self._scale.level
+
+
+def _halves(rows: NDArray[Any]) -> list[NDArray[Any]]:
+    """K's rows and V's."""
+    n = len(rows) // 2
+    return [rows[:n], rows[n:]]
 
 
 def _level(carry: object) -> Ints | None:

@@ -23,7 +23,7 @@ from codec.formats import NumberFormat
 from codec.geometry import Floats
 from codec.residual import CellModel, ChannelScales, place_values, scale_integers
 from codec.scalar_kernels import Tables
-from codec.scalars import Source
+from codec.scalars import Sink, Source
 
 DEFAULT = rans.NAME
 NAMES = (rans.NAME, entropy.BACKEND)
@@ -39,7 +39,14 @@ class Written:
 
 
 class Writer(Protocol):
-    """Takes the scalars of one chunk. Both methods return how many of them escaped."""
+    """Takes the scalars of one chunk. `channels` and `tensor` return how many of them escaped."""
+
+    @property
+    def sink(self) -> Sink | None:
+        """What compiled loops write to; None where they cannot."""
+
+    def add(self, side: int, symbols: rans.Symbols) -> None:
+        """What they wrote, in order."""
 
     def channels(self, side: int, patterns: Ints, mean: Floats, sigma: Floats) -> int:
         """Channels [n, T], one after another, under means and sigmas of their shape."""
@@ -111,13 +118,24 @@ class _LaneWriter:
         self._encoder = rans.Encoder(self._lanes)
         self._sides: list[int] = []
 
+    @property
+    def sink(self) -> Sink | None:
+        """See Writer."""
+        return None if self._coder.reference else Sink(self._encoder, self._coder.tables, self._lanes)
+
+    def add(self, side: int, symbols: rans.Symbols) -> None:
+        """See Writer."""
+        self._encoder.add(symbols)
+        self._sides.append(side)
+
     def channels(self, side: int, patterns: Ints, mean: Floats, sigma: Floats) -> int:
         """See Writer."""
         if self._coder.reference:
             return self._gridded(side, patterns, mean, *scale_integers(sigma, self._coder.format))
         tables = self._coder.tables
         symbols, escapes = scalars.put_scaled(patterns, mean, sigma, tables, self._lanes, self._encoder)
-        return self._add(side, symbols, escapes)
+        self.add(side, symbols)
+        return escapes
 
     def tensor(self, side: int, patterns: Ints, mean: Floats, scales: ChannelScales) -> int:
         """See Writer."""
@@ -126,12 +144,8 @@ class _LaneWriter:
     def _gridded(self, side: int, patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints) -> int:
         law = patterns, mean, grid, reciprocal, self._coder.tables, self._lanes
         put = rans_plain.put(*law) if self._coder.reference else scalars.put_gridded(*law, self._encoder)
-        return self._add(side, *put)
-
-    def _add(self, side: int, symbols: rans.Symbols, escapes: int) -> int:
-        self._encoder.add(symbols)
-        self._sides.append(side)
-        return escapes
+        self.add(side, put[0])
+        return put[1]
 
     def finish(self) -> Written:
         """See Writer."""
@@ -202,6 +216,12 @@ def _rows(mean: Floats, scales: ChannelScales) -> tuple[Floats, Ints, Ints]:
 
 
 class _SeparateWriter:
+    sink = None
+
+    def add(self, side: int, symbols: rans.Symbols) -> None:
+        """Nothing writes symbols where there is no sink."""
+        raise TypeError("this coder takes scalars, not symbols")
+
     def __init__(self, model: CellModel, fmt: NumberFormat) -> None:
         self._model, self._fmt = model, fmt
         self._sides: tuple[list[bytes], list[bytes]] = ([], [])

@@ -23,7 +23,7 @@ from codec.errors import InexactBackend
 
 # The only functions that add values up; their callers state the bound.
 EXACT_REDUCTIONS = (
-    "product", "product_int8", "_float32_product", "_int8_kernel_is_exact", "_int8_kernel_is_faster", "row_sum"
+    "product", "product_int8", "_int8_kernel", "_float32_product", "_int8_kernel_is_exact", "_int8_kernel_is_faster", "row_sum"
 )  # fmt: skip
 MANTISSA = 53  # integers of up to 53 bits are exact in float64
 E4M3_MAX = 448.0
@@ -70,7 +70,13 @@ def product_int8(a: Tensor, b: Tensor) -> Tensor:
     where the int8 kernel is a plain loop: without VNNI it took 30 times as long.
     """
     # torch 2.13 does not even initialise the result for a width of 1
-    return torch._int_mm(a, b) if a.shape[1] > 1 and int8_kernel_serves(a.device) else _float32_product(a, b)
+    serves = a.shape[1] > 1 and int8_kernel_serves(a.device)
+    return _int8_kernel(a, b) if serves else _float32_product(a, b)
+
+
+def _int8_kernel(a: Tensor, b: Tensor) -> Tensor:
+    # of a row that is a transposed column torch 2.13 reads other memory: it takes the row's stride for the matrix's
+    return torch._int_mm(a.flatten()[None] if len(a) == 1 else a, b)
 
 
 def int8_kernel_serves(device: torch.device) -> bool:
@@ -93,7 +99,7 @@ def _int8_kernel_is_faster(device: torch.device) -> bool:
     a = torch.ones(64, 256, dtype=torch.int8, device=device)
     b = torch.ones(256, 256, dtype=torch.int8, device=device).T
     best = []
-    for way in (torch._int_mm, _float32_product):
+    for way in (_int8_kernel, _float32_product):
         times = []
         for _ in range(4):  # the first warms up
             begin = time.perf_counter()
@@ -121,10 +127,11 @@ def _int8_kernel_is_exact(device: torch.device) -> bool:
             torch.where(i % 3 == 0, 127, -128),  # what a low limb may hold
         ):
             for rows in (1, 5, 96):
-                left, right = a[:rows].to(torch.int8), a.T.contiguous().to(torch.int8)
+                left, right = a[:rows].to(torch.int8), a.to(torch.int8).T
                 want = product(left.to(torch.float64), right.to(torch.float64))
-                if not torch.equal(torch._int_mm(left, right).to(torch.float64), want):
-                    return False
+                for x, y in ((left, right.contiguous()), (left.T.contiguous().T, right)):
+                    if not torch.equal(_int8_kernel(x, y).to(torch.float64), want):
+                        return False
     except RuntimeError:  # the build or the processor has no such kernel
         return False
     return True

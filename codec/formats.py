@@ -8,6 +8,7 @@ coded under a model has at most 10 mantissa bits: of a wider format the pattern 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from codec.errors import UnsupportedFormat
 
 Ints = NDArray[np.int64]
+Items = NDArray[np.unsignedinteger[Any]]
 
 _STORED: dict[int, tuple[torch.dtype, type[np.generic], type[np.generic]]] = {
     8: (torch.uint8, np.uint8, np.uint8),
@@ -58,16 +60,27 @@ class NumberFormat:
 
     def patterns(self, values: Tensor) -> Ints:
         """Bit patterns of a tensor of this dtype, any shape, as non-negative int64 in a contiguous array."""
+        return self.items(values).astype(np.int64)
+
+    def items(self, values: Tensor) -> Items:
+        """The same as unsigned integers of the format's size, which may share the tensor's memory."""
         if values.dtype != self.dtype:
             raise UnsupportedFormat(
                 f"A tensor of {values.dtype} was given where the cache format is {self.name} ({self.dtype})."
             )
-        return self._raw(values).astype(np.int64) & ((1 << self.item_bits) - 1)
+        return self._raw(values).view(_STORED[self.item_bits][2])
+
+    def empty(self, shape: tuple[int, ...]) -> Items:
+        """Room for items."""
+        return np.empty(shape, _STORED[self.item_bits][2])
 
     def tensor(self, patterns: Ints) -> Tensor:
         """The tensor of this dtype with these bit patterns (the inverse of `patterns`)."""
-        _, signed, unsigned = _STORED[self.item_bits]
-        return torch.from_numpy(patterns.astype(unsigned).view(signed).copy()).view(self.dtype)
+        return self.shared(patterns.astype(_STORED[self.item_bits][2]))
+
+    def shared(self, items: Items) -> Tensor:
+        """The tensor of contiguous items, which shares their memory."""
+        return torch.from_numpy(items.view(_STORED[self.item_bits][1])).view(self.dtype)
 
     def values(self, patterns: Ints) -> NDArray[np.float64]:
         """The numbers that patterns stand for, exactly."""

@@ -22,6 +22,7 @@ from codec import exact
 from codec.cells import Ints
 from codec.errors import InexactBackend
 from codec.geometry import Floats, Geometry
+from codec.layout import scaled_sums
 
 FEATURE_MAX = 127  # a feature is clamped to this many steps, 8 to 16 sigma
 REACH = 1024  # a residual of more steps is an outlier that must not steer anything
@@ -83,7 +84,7 @@ class Ready:
         self.given_unit = np.ldexp(1.0, joint.given_unit.astype(np.int64))[:, None]
         self.bias = joint.bias.astype(np.float64)[:, None]
         self.gain = torch.from_numpy(np.ascontiguousarray(joint.gain, np.int8))
-        self.gain_unit = np.ldexp(1.0, joint.gain_unit.astype(np.int64))[:, None]
+        self.gain_unit = np.ldexp(1.0, joint.gain_unit.astype(np.int64))
         self.sigma = joint.sigma.astype(np.float64)[:, None]
         self.scale = None if joint.scale is None else joint.scale.astype(np.int64)
         self.narrow = np.ones(n) if joint.narrow is None else joint.narrow.astype(np.float64)
@@ -97,10 +98,14 @@ class Ready:
 
     def base(self, carried: Features | None) -> Floats:
         """What the means are before any feature of this layer: [N, 1] or [N, T]."""
+        sums = self.given_sums(carried)
+        return self.bias if sums is None else sums * self.given_unit + self.bias
+
+    def given_sums(self, carried: Features | None) -> NDArray[np.int32] | None:
+        """What carried features [G, T] add to the means, in whole units: [N, T]; None where there are none."""
         if carried is None or not self.given.shape[1]:
-            return self.bias
-        given: Floats = exact.product_int8(self.given, torch.from_numpy(carried)).numpy() * self.given_unit + self.bias
-        return given
+            return None
+        return exact.product_int8(self.given, torch.from_numpy(carried)).numpy()
 
     def far(self, block: int, features: Features) -> NDArray[np.int32]:
         """What the features [BLOCK * block, T] of all blocks before add to the sums of a block's R channels.
@@ -117,8 +122,10 @@ class Ready:
 
     def correction(self, features: Features, limit: float) -> NDArray[np.float32]:
         """What the features say about the hidden state: [T, M], in units of its RMS."""
-        total = exact.product_int8(self.gain, torch.from_numpy(features)).numpy() * self.gain_unit
-        return np.ascontiguousarray(np.clip(total, -limit, limit).astype(np.float32).T)
+        sums = exact.product_int8(torch.from_numpy(features).T, self.gain.T).numpy()
+        out = np.empty(sums.shape, np.float32)
+        scaled_sums(sums, self.gain_unit, limit, out)
+        return out
 
 
 def _square(coefficient: NDArray[np.int16], lo: int) -> NDArray[np.int16]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from codec.errors import CorruptBlob
-from codec.kernels import compiled, inlined
+from codec.kernels import apart, compiled, inlined
 
 PRECISION = 24
 LOW = 1 << 31
@@ -38,6 +38,7 @@ _SEGMENT = 1 << 20  # symbols that memory is asked for at once
 _PRECISION, _WORD, _LOW = np.uint64(PRECISION), np.uint64(32), np.uint64(LOW)
 _LIMIT_SHIFT = np.uint64(63 - PRECISION)
 _SLOTS = np.uint64((1 << PRECISION) - 1)
+_WORD_MASK = np.uint64(0xFFFFFFFF)
 _LANE_SHIFT, _FREQ_SHIFT, _LANES = np.uint64(LANE_SHIFT), np.uint64(FREQ_SHIFT), np.uint64(MAX_LANES - 1)
 
 
@@ -77,6 +78,9 @@ class Symbols:
         return self.codes >> np.uint64(LANE_SHIFT) & np.uint64(MAX_LANES - 1)
 
 
+NONE = Symbols(np.empty(0, np.uint64))
+
+
 class Encoder:
     """Collects symbols in decoding order, part by part, and codes them when finished."""
 
@@ -105,10 +109,11 @@ class Encoder:
     def finish(self) -> tuple[bytes, list[int]]:
         """The stream, and how many of its bytes each part took; the states count for the first."""
         states = np.full(self._lanes, LOW, np.uint64)
+        scratch = np.empty(MAX_LANES, np.uint32), np.empty(MAX_LANES, np.int64)
         words: list[Words] = []
         for part in reversed(self._parts):
             out = np.empty(len(part), np.uint32)
-            words.append(out[_encode(part.codes, states, out) :])
+            words.append(out[_encode(part.codes, states, *scratch, out) :])
         words.reverse()
         sizes = [4 * len(w) for w in words]
         if sizes:
@@ -151,20 +156,64 @@ class Decoder:
             raise CorruptBlob("A bitstream holds more than its tensors need; the blob is corrupt.")
 
 
+@inlined
+def _lane(code: np.uint64) -> Any:
+    return (code >> _LANE_SHIFT) & _LANES
+
+
+@apart
+def _one_a_lane(codes: Codes, first: int) -> Any:
+    """Whether the MAX_LANES symbols from `first` on are those of lanes 0, 1, …"""
+    other = np.uint64(0)
+    for lane in range(MAX_LANES):
+        other |= _lane(codes[np.uint64(first + lane)]) ^ np.uint64(lane)
+    return other == np.uint64(0)
+
+
+@apart
+def _absorb_all(codes: Codes, first: int, states: States, words: Words, full: NDArray[np.int64]) -> None:
+    """Take in one symbol a lane; `words`: the low words of the states before, `full`: 1 where they have to be written.
+
+    A quotient is below 2**39, so that of float64 is off by one at most, and the rest shows it.
+    """
+    for lane in range(MAX_LANES):
+        code = codes[np.uint64(first + lane)]
+        x, f = states[lane], np.int64(code >> _FREQ_SHIFT)
+        over = x >= np.uint64(f) << _LIMIT_SHIFT
+        words[lane], full[lane] = np.uint32(x & _WORD_MASK), np.int64(over)
+        y = np.int64(x >> _WORD if over else x)
+        share = np.int64(np.float64(y) / np.float64(f))
+        rest = y - share * f
+        off = np.int64(rest >= f) - np.int64(rest < 0)
+        states[lane] = np.uint64(((share + off) << PRECISION) + (rest - off * f)) + (code & _SLOTS)
+
+
 @compiled
-def _encode(codes: Codes, states: States, out: Words) -> Any:
-    """Take symbols into the states, last one first; words are written from the end of `out` on. Returns where they begin."""
-    at = out.shape[0]
-    for i in range(codes.shape[0] - 1, -1, -1):
-        code = codes[i]
-        lane, f = (code >> _LANE_SHIFT) & _LANES, code >> _FREQ_SHIFT
-        x = states[lane]
-        if x >= f << _LIMIT_SHIFT:
-            at -= 1
-            out[at] = np.uint32(x & np.uint64(0xFFFFFFFF))
-            x = x >> _WORD
-        share = x // f
-        states[lane] = (share << _PRECISION) + (x - share * f) + (code & _SLOTS)
+def _encode(codes: Codes, states: States, words: Words, full: NDArray[np.int64], out: Words) -> Any:
+    """Take symbols into the states, last one first; words are written from the end of `out` on. Returns where they begin.
+
+    words, full: scratch [MAX_LANES]. Most symbols come as one for every lane, and those are taken in together.
+    """
+    at, i, last = out.shape[0], codes.shape[0], np.uint64(MAX_LANES - 1)
+    while i > 0:
+        if i >= MAX_LANES and _lane(codes[np.uint64(i - 1)]) == last and _one_a_lane(codes, i - MAX_LANES):
+            i -= MAX_LANES
+            _absorb_all(codes, i, states, words, full)
+            for k in range(MAX_LANES):
+                lane = last - np.uint64(k)
+                out[np.uint64(at - 1)] = words[lane]  # overwritten if it is none: there is room for a word a symbol
+                at -= full[lane]
+        else:
+            i -= 1
+            code = codes[np.uint64(i)]
+            lane, f = _lane(code), code >> _FREQ_SHIFT
+            x = states[lane]
+            if x >= f << _LIMIT_SHIFT:
+                at -= 1
+                out[np.uint64(at)] = np.uint32(x & _WORD_MASK)
+                x = x >> _WORD
+            share = x // f
+            states[lane] = (share << _PRECISION) + (x - share * f) + (code & _SLOTS)
     return at
 
 

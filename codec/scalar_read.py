@@ -129,8 +129,10 @@ def _guess(
         i = np.uint64(begin + lane)
         position = at[i] + steps[lane] * near[i]
         y = abs(position) * (1.0 / UNITS)
-        nearest = np.int64(np.float64(y).view(np.int64) + half).view(np.float64)
-        n = cell_at(np.floor(y) if y < top else nearest, top, t)
+        nearest = np.int64(np.float64(y).view(np.int64) + half).view(
+            np.float64
+        )  # a value has half a spacing on either side
+        n = cell_at(np.floor(nearest) if nearest < top else nearest, top, t)
         n = -1 - n if position < 0.0 else n
         n = min(max(n, start[i]), start[i] + WINDOW - 1)
         cells[i], m = n, _magnitude(n)

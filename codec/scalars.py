@@ -51,6 +51,15 @@ class Source:
     tables: Tables
 
 
+@dataclass(frozen=True)
+class Sink:
+    """An encoder that has room for symbols, and the tables to write scalars as such in so many lanes."""
+
+    encoder: Encoder
+    tables: Tables
+    lanes: int
+
+
 def tables_of(table: Ints, fmt: NumberFormat) -> Tables:
     """The loops' tables for a profile's table of the normal distribution."""
     total = (1 << PRECISION) - WINDOW - ESCAPE_FREQ

@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from codec.bins import LEAST_MASS, Bins
 from codec.cells import Ints
-from codec.formats import NumberFormat
+from codec.formats import Items, NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, Features, Ready
 from codec.kernels import apart, compiled, inlined
-from codec.rans import States, Words
+from codec.rans import NONE, Codes, States, Symbols, Words
 from codec.residual import STEP_BITS, TABLE_REACH
 from codec.scalar_kernels import Fine, Numbers, new_row, place_row, scale_row, whole
+from codec.scalar_put import put_row, room_for
 from codec.scalar_read import read_row
-from codec.scalars import Source
+from codec.scalars import Sink, Source
 from codec.token_scale import CLIP, FINE, TokenScale
 
 _STEPS, _REACH_STEPS, _FEATURE_MAX = float(1 << STEP_BITS), float(TABLE_REACH), float(FEATURE_MAX)
@@ -33,6 +34,8 @@ _FINE, _CLIP = float(FINE), float(CLIP)
 _INFINITY = math.inf
 Sums = NDArray[np.int32]
 Weights = NDArray[np.int16]
+Rows = NDArray[Any]  # float32, or float64 where a cache has scales
+_KNOWN, _READ, _WRITTEN = 0, 1, 2  # what is done about patterns
 
 
 @inlined
@@ -52,6 +55,18 @@ def _centre(low: float, high: float, mean: float, sigma: float, cumulative: Ints
 
 
 @apart
+def _widen(items: Items, patterns: Ints) -> None:
+    for t in range(patterns.shape[0]):
+        patterns[t] = np.int64(items[t])
+
+
+@apart
+def _narrow(patterns: Ints, items: Items) -> None:
+    for t in range(patterns.shape[0]):
+        items[t] = patterns[t]
+
+
+@apart
 def _values(patterns: Ints, shift: int, out: Floats) -> None:
     """What patterns stand for that are the upper bits of a float32."""
     for t in range(patterns.shape[0]):
@@ -68,15 +83,16 @@ def _centres(patterns: Ints, mean: Floats, spread: Floats, edges: Floats, bins: 
 
 @apart
 def _observe(
-    value: Floats, known: Floats, guess: Floats, most: float, off: Floats, own: Floats, residual: Floats, forced: Floats, energy: Ints
+    value: Floats, known: Floats, guess: Rows, most: float, off: Floats, own: Floats, residual: Floats, forced: Rows, energy: Ints
 ) -> None:  # fmt: skip
     """ClosedLoop._observed of a row, and its innovations: value is what patterns stand for, known what they tell, off the mean of the
     residual, own the model's sigma."""
     for t in range(value.shape[0]):
-        x = known[t] - guess[t]
+        g = np.float64(guess[t])
+        x = known[t] - g
         trusted = (abs(value[t]) < _INFINITY) & (abs(x) <= most)
         residual[t] = x if trusted else 0.0
-        forced[t] = value[t] if trusted else guess[t]
+        forced[t] = value[t] if trusted else g
         z = np.rint(min(max((residual[t] - off[t]) / own[t] * _FINE, -_CLIP), _CLIP))
         energy[t] += whole(z * z)
 
@@ -142,28 +158,35 @@ def _sum(low: int, high: int, near: int) -> Any:
     return np.float64(high) * 256.0 + np.float64(low) + np.float64(near)
 
 
+@inlined
+def _mean(sum_: float, unit: float, given: int, given_unit: float, bias: float) -> Any:
+    """joint_model.Ready.base and what the features of this layer add to it."""
+    return sum_ * unit + (np.float64(given) * given_unit + bias)
+
+
 @apart
 def _law_of_value(
-    low: Sums, high: Sums, near: Sums, base: Floats, unit: float, sigma: float, factor: Floats, off: Floats, own: Floats, spread: Floats
+    low: Sums, high: Sums, near: Sums, given: Sums, given_unit: float, bias: float, unit: float, sigma: float, factor: Floats, off: Floats,
+    own: Floats, spread: Floats,
 ) -> None:  # fmt: skip
     """Of a V channel: off, mean of the residual; own, the model's sigma; spread, that times the token's factor."""
     for t in range(near.shape[0]):
-        off[t] = _sum(low[t], high[t], near[t]) * unit + base[t]
+        off[t] = _mean(_sum(low[t], high[t], near[t]), unit, given[t], given_unit, bias)
         own[t] = sigma
         spread[t] = sigma * factor[t]
 
 
 @apart
 def _law_of_pair(
-    low: Sums, high: Sums, near: Sums, base: Floats, unit_a: float, unit_b: float, pair: Floats, cos: Floats, sin: Floats,
-    factor: Floats, off: Floats, own: Floats, spread: Floats, second: Floats,
+    low: Sums, high: Sums, near: Sums, given_a: Sums, given_b: Sums, given_unit: Floats, bias: Floats, unit_a: float, unit_b: float,
+    pair: Floats, cos: Floats, sin: Floats, factor: Floats, off: Floats, own: Floats, spread: Floats, second: Floats,
 ) -> None:  # fmt: skip
     """joint_model.PairLaw of a pair's two rows: what `_law_of_value` says of the first; what the second needs."""
     w, va, vb, cab, vi = pair[0], pair[1], pair[2], pair[3], pair[4]
     for t in range(cos.shape[0]):
         c, s = cos[t], sin[t]
-        a = _sum(low[0, t], high[0, t], near[0, t]) * unit_a + base[0, t]
-        b = (_sum(low[1, t], high[1, t], near[1, t]) * unit_b + base[1, t]) + w * a
+        a = _mean(_sum(low[0, t], high[0, t], near[0, t]), unit_a, given_a[t], given_unit[0], bias[0])
+        b = _mean(_sum(low[1, t], high[1, t], near[1, t]), unit_b, given_b[t], given_unit[1], bias[1]) + w * a
         cc, ss, cs = c * c, s * s, c * s
         twice = (cab + cab) * cs
         v_first = max(va * cc + vb * ss - twice, _LEAST_SHARE * va)
@@ -186,85 +209,97 @@ def _law_of_second(first: Floats, factor: Floats, second: Floats, off: Floats, o
 
 
 @apart
-def _law_of_stored(guess: Floats, off: Floats, spread: Floats, narrow: float, mean: Floats, sigma: Floats) -> None:
+def _law_of_stored(guess: Rows, off: Floats, spread: Floats, narrow: float, mean: Floats, sigma: Floats) -> None:
     """What is coded with."""
     for t in range(guess.shape[0]):
-        mean[t] = guess[t] + off[t]
+        mean[t] = np.float64(guess[t]) + off[t]
         sigma[t] = spread[t] * narrow
 
 
 @inlined
 def _channel(
-    row: int, guess: Floats, most: float, narrow: float, work: Floats, reading: bool, n: Numbers, fine: Fine,
-    at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, cells: Ints, steps: Floats, states: States, words: Words,
-    words_at: Ints, table: Floats, shift: int, edges: Floats, bins: Ints,
-    patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats, energy: Ints,
+    row: int, side: int, whole_rows: int, guess: Rows, most: float, narrow: float, work: Floats, mode: int, n: Numbers, fine: Fine,
+    at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, more: Ints, split: Ints, steps: Floats, states: States,
+    words: Words, words_at: Ints, codes: Codes, count: Ints, lanes: int, table: Floats, shift: int, edges: Floats, bins: Ints,
+    coded: Ints, items: Items, mean: Floats, sigma: Floats, residual: Floats, forced: Rows, energy: Ints,
 ) -> None:  # fmt: skip
-    """ClosedLoop._take: read (or know) stored row `row` under the law in `work`."""
-    _law_of_stored(guess[row], work[0], work[2], narrow, mean[row], sigma[row])
-    if reading:
-        scale_row(sigma[row], n, grid, rate, near)
-        place_row(mean[row], n, grid, at, start)
-        read_row(at, rate, near, start, grid, found, cells, n, fine, steps, states, words, words_at, patterns[row])
+    """ClosedLoop._take: read, write or know stored row `row` under the law in `work`."""
+    m, s, r = mean[row * whole_rows], sigma[row * whole_rows], residual[row * whole_rows + side * (1 - whole_rows)]
+    _law_of_stored(guess[row], work[0], work[2], narrow, m, s)
+    if mode != _READ:
+        _widen(items[row], coded)
+    if mode != _KNOWN:
+        scale_row(s, n, grid, rate, near)
+        place_row(m, n, grid, at, start)
+        if mode == _READ:
+            read_row(at, rate, near, start, grid, found, more, n, fine, steps, states, words, words_at, coded)
+            _narrow(coded, items[row])
+        else:
+            put_row(coded, at, rate, start, grid, found, more, split, n, fine, lanes, codes, count)
     if table.shape[0]:
         for t in range(work.shape[1]):
-            work[3, t] = table[np.uint64(patterns[row, t])]
+            work[3, t] = table[np.uint64(coded[t])]
     else:
-        _values(patterns[row], shift, work[3])
+        _values(coded, shift, work[3])
     if edges.shape[0]:
-        _centres(patterns[row], mean[row], work[2], edges, bins, work[4])
-        _observe(work[3], work[4], guess[row], most, work[0], work[1], residual[row], forced[row], energy)
+        _centres(coded, m, work[2], edges, bins, work[4])
+        _observe(work[3], work[4], guess[row], most, work[0], work[1], r, forced[row], energy)
     else:
-        _observe(work[3], work[3], guess[row], most, work[0], work[1], residual[row], forced[row], energy)
+        _observe(work[3], work[3], guess[row], most, work[0], work[1], r, forced[row], energy)
 
 
 # Rows of work: 0 to 2 the law (off, own, spread), 3 and 4 what patterns stand for and tell, 5 to 7 what a pair's second channel needs.
 @compiled
 def _block(
-    lo: int, half: int, far: Sums, sums: Sums, weights: Weights, factor: Floats, base: Floats, unit: Floats, sigmas: Floats,
-    per_step: Floats, most: Floats, pair: Floats, narrow: Floats, cos: Floats, sin: Floats, rows: Ints, guess: Floats, work: Floats,
-    features: Features, energy: Ints, reading: bool, n: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints,
-    grid: Ints, found: Ints, cells: Ints, steps: Floats, states: States, words: Words, words_at: Ints, table: Floats, shift: int,
-    edges: Floats, bins: Ints, patterns: Ints, mean: Floats, sigma: Floats, residual: Floats, forced: Floats,
+    lo: int, half: int, far: Sums, sums: Sums, weights: Weights, factor: Floats, given: Sums, given_unit: Floats, bias: Floats,
+    unit: Floats, sigmas: Floats, per_step: Floats, most: Floats, pair: Floats, narrow: Floats, turns: Floats, rows: Ints,
+    whole_rows: int, guess: Rows, work: Floats, features: Features, energy: Ints, mode: int, n: Numbers, fine: Fine, at: Floats,
+    rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, more: Ints, split: Ints, steps: Floats, states: States, words: Words,
+    words_at: Ints, codes: Codes, count: Ints, lanes: int, table: Floats, shift: int, edges: Floats, bins: Ints, coded: Ints, items: Items,
+    mean: Floats, sigma: Floats, residual: Floats, forced: Rows,
 ) -> None:  # fmt: skip
-    """Channels lo … of one block. Of `patterns` and the arrays from `mean` to `forced` rows are K's as stored, then V's."""
-    count = sums.shape[0]
-    low, high = far[:count], far[count:]
+    """Channels lo … of one block.
+
+    Of `items`, `guess` and `forced` rows are K's as stored, then V's. So they are of `mean`, `sigma` and `residual` where whole_rows is 1;
+    where it is 0, these are scratch of a row, and of two.
+    """
+    lines, has_given = sums.shape[0], np.int64(given.shape[0] > 1)
+    low, high = far[:lines], far[lines:]
     j = lo
-    while j < lo + count:
-        k = j - lo
+    while j < lo + lines:
+        k, g = j - lo, j * has_given
         if j < half:
             row, many = half + j, 1
-            _law_of_value(low[k], high[k], sums[k], base[j], unit[j], sigmas[j], factor, work[0], work[1], work[2])
-        else:
-            p = (j - half) // 2
-            row, many = rows[0, p], 2
-            _law_of_pair(
-                low[k : k + 2], high[k : k + 2], sums[k : k + 2], base[j : j + 2], unit[j], unit[j + 1], pair[p], cos[p], sin[p], factor,
-                work[0], work[1], work[2], work[5:8],
+            _law_of_value(
+                low[k], high[k], sums[k], given[g], given_unit[j], bias[j], unit[j], sigmas[j], factor, work[0], work[1], work[2]
             )  # fmt: skip
+        else:
+            if j == half:
+                count[2] = count[0]
+            p = (j - half) // 2
+            row, many, turn = rows[0, p], 2, p % turns.shape[1]
+            _law_of_pair(
+                low[k : k + 2], high[k : k + 2], sums[k : k + 2], given[g], given[g + has_given], given_unit[j : j + 2], bias[j : j + 2],
+                unit[j], unit[j + 1], pair[p], turns[0, turn], turns[1, turn], factor, work[0], work[1], work[2], work[5:8],
+            )  # fmt: skip
+        first = residual[row * whole_rows]
         for side in range(many):
             if side:
                 row = rows[1, p]
-                _law_of_second(residual[rows[0, p]], factor, work[5:8], work[0], work[1], work[2])
+                _law_of_second(first, factor, work[5:8], work[0], work[1], work[2])
             _channel(
-                row, guess, most[j], narrow[j + side], work, reading, n, fine, at, rate, near, start, grid, found, cells, steps, states,
-                words, words_at, table, shift, edges, bins, patterns, mean, sigma, residual, forced, energy,
+                row, side, whole_rows, guess, most[j], narrow[j + side], work, mode, n, fine, at, rate, near, start, grid, found, more,
+                split, steps, states, words, words_at, codes, count, lanes, table, shift, edges, bins, coded, items, mean, sigma, residual,
+                forced, energy,
             )  # fmt: skip
         if many == 1:
-            _features_of_value(residual[row], per_step[j], features[j])
+            _features_of_value(first, per_step[j], features[j])
             _add(sums, weights, k, lo, features)
         else:
             _features_of_pair(
-                residual[rows[0, p]],
-                residual[row],
-                cos[p],
-                sin[p],
-                per_step[j],
-                per_step[j + 1],
-                features[j],
-                features[j + 1],
-            )
+                first, residual[row * whole_rows + 1 - whole_rows], turns[0, turn], turns[1, turn], per_step[j], per_step[j + 1],
+                features[j], features[j + 1],
+            )  # fmt: skip
             _add(sums, weights, k, lo, features)
             _add(sums, weights, k + 1, lo, features)
         j += many
@@ -272,21 +307,28 @@ def _block(
 
 @dataclass
 class Walked:
-    """What a walk found. patterns int64 and mean, sigma, residual, forced float64 [2 * J * D, T]: K's rows as stored, then V's."""
+    """What a walk found. Rows are K's as stored, then V's: items [2 * J * D, T] (patterns, unsigned); forced, float32, or float64 where
+    the cache has scales. Where it was asked to keep them, mean, sigma and residual, float64.
 
-    patterns: Ints
+    symbols: of the symbols written, V's and K's; escapes: of the scalars.
+    """
+
+    items: Items
     mean: Floats
     sigma: Floats
     residual: Floats
-    forced: Floats
+    forced: Rows
     features: Features  # [N, T]
     energy: Ints  # [blocks, T]
+    symbols: tuple[Symbols, Symbols]
+    escapes: int
 
 
 class Walker:
     """Walks over layers of one cache format. bins: of a coarse cache."""
 
     def __init__(self, fmt: NumberFormat, bins: Bins | None) -> None:
+        self._fmt = fmt
         self._table, self._shift = np.zeros(0), fmt.mantissa  # the shift is used where there is no table
         if fmt.name == "bf16":
             self._shift = 16
@@ -299,52 +341,57 @@ class Walker:
             self._edges, self._bins = np.stack([bins.low, bins.high]), np.stack([bins.cumulative, bins.density])
 
     def walk(
-        self,
-        ready: Ready,
-        geometry: Geometry,
-        base: Floats,
-        scale: TokenScale | None,
-        patterns: Ints | None,
-        source: Source | None,
-    ) -> Walked:
-        """Over one layer: with known patterns [2 * J * D, T], or those that a source gives.
+        self, ready: Ready, geometry: Geometry, given: Sums | None, scale: TokenScale | None, items: Items | None, *,
+        source: Source | None = None, sink: Sink | None = None, keep: bool = False,
+    ) -> Walked:  # fmt: skip
+        """Over one layer: with known items [2 * J * D, T], or those that a source gives; they are written where there is a sink.
 
-        base: [N, 1 or T], see Ready.base; scale: the tokens' own scales, or None. A broken source gives any patterns.
+        given: [N, T], see Ready.given_sums; scale: the tokens' own scales, or None; keep: whole rows of means, sigmas and residuals.
+        A broken source gives any patterns.
         """
-        guess = np.concatenate([geometry.k, geometry.v])
-        reading = patterns is None
-        found = np.empty(guess.shape, np.int64) if patterns is None else np.ascontiguousarray(patterns)
+        guess = geometry.guess
         n, tokens = len(ready.step), geometry.tokens
-        floats = [np.empty(guess.shape) for _ in range(4)]
-        features, energy = np.zeros((n, tokens), np.int8), np.zeros((-(-n // BLOCK), tokens), np.int64)
-        out = Walked(found, floats[0], floats[1], floats[2], floats[3], features, energy)
-        base = np.ascontiguousarray(np.broadcast_to(base, (n, tokens)))
-        stream = _stream(source)
-        rows = np.stack([geometry.first_rows, geometry.second_rows]).astype(np.int64)
+        kept = (len(guess),) * 3 if keep else (1, 1, 2)
+        mean, sigma, residual = (np.empty((rows, tokens)) for rows in kept)
+        out = Walked(
+            self._fmt.empty(guess.shape) if items is None else items, mean, sigma, residual, np.empty_like(guess),
+            np.empty((n, tokens), np.int8), np.zeros((-(-n // BLOCK), tokens), np.int64), (NONE, NONE), 0,
+        )  # fmt: skip
+        mode = _READ if items is None else _KNOWN if sink is None else _WRITTEN
+        given = np.zeros((1, tokens), np.int32) if given is None else given
+        stream, written, count = _stream(source, sink), _room(sink, guess.size), np.zeros(3, np.int64)
+        rows = np.stack([geometry.first_rows, geometry.second_rows])
         work, row, factor = np.empty((8, tokens)), new_row(tokens), np.ones(tokens)
+        split, coded = np.empty((2, tokens), np.int64), np.empty(tokens, np.int64)
         for b, lo in enumerate(range(0, n, BLOCK)):
             hi = min(lo + BLOCK, n)
             if scale is not None:
                 if b:
-                    scale.add(energy[b - 1], BLOCK)
+                    scale.add(out.energy[b - 1], BLOCK)
                 factor = scale.of(b)
             sums = np.zeros((hi - lo, tokens), np.int32)
             _block(
-                lo, n // 2, ready.far(b, features[:lo]), sums, ready.near[lo:hi], factor, base, ready.unit[:, 0], ready.sigma[:, 0],
-                ready.per_step, ready.most, ready.pair, ready.narrow, geometry.cos, geometry.sin, rows, guess, work, features, energy[b],
-                reading, *stream[:2], *row, *stream[2:], self._table, self._shift, self._edges, self._bins, out.patterns, out.mean,
+                lo, n // 2, ready.far(b, out.features[:lo]), sums, ready.near[lo:hi], factor, given, ready.given_unit[:, 0],
+                ready.bias[:, 0], ready.unit[:, 0], ready.sigma[:, 0], ready.per_step, ready.most, ready.pair, ready.narrow, geometry.turns,
+                rows, int(keep), guess, work, out.features, out.energy[b], mode, *stream[:2], *row, split, *stream[2:], written, count,
+                1 if sink is None else sink.lanes, self._table, self._shift, self._edges, self._bins, coded, out.items, out.mean,
                 out.sigma, out.residual, out.forced,
             )  # fmt: skip
         if scale is not None:
-            scale.add(energy[-1], (n - 1) % BLOCK + 1)
+            scale.add(out.energy[-1], (n - 1) % BLOCK + 1)
+        out.symbols, out.escapes = (Symbols(written[: count[2]]), Symbols(written[count[2] : count[0]])), int(count[1])
         return out
 
 
-def _stream(source: Source | None) -> Any:
+def _room(sink: Sink | None, scalars: int) -> Codes:
+    return np.empty(0, np.uint64) if sink is None else sink.encoder.room(room_for(scalars))
+
+
+def _stream(source: Source | None, sink: Sink | None) -> Any:
     """Numbers and tables, scratch, states, words and place; stand-ins where nothing is read."""
+    tables = sink.tables if source is None and sink is not None else None if source is None else source.tables
+    numbers = Numbers(0, 0, 0, 0, 0, 0, 0, 0.0) if tables is None else tables.numbers
+    fine = np.zeros(1, np.int32) if tables is None else tables.fine
     if source is None:
-        nothing = Numbers(0, 0, 0, 0, 0, 0, 0, 0.0)
-        empty = [np.zeros(1, kind) for kind in (np.int32, np.float64, np.uint64, np.uint32, np.int64)]
-        return nothing, *empty
-    coder = source.coder
-    return source.tables.numbers, source.tables.fine, coder.steps, *coder.place
+        return numbers, fine, *(np.zeros(1, kind) for kind in (np.float64, np.uint64, np.uint32, np.int64))
+    return numbers, fine, source.coder.steps, *source.coder.place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import constriction
@@ -160,6 +161,34 @@ def test_any_symbols_code_to_the_same_bytes(seed: int, lanes: int, lengths: list
                 x, at = x << 32 | int(words[at]), at + 1
             states[lane] = x
     assert at == len(words) and (states == LOW).all()
+
+
+def test_a_symbol_for_every_lane_where_quotients_are_hardest() -> None:
+    """Starts are chosen so that the state is a multiple of the next symbol's slots, or one off, where float64 cannot tell."""
+    rng, lanes, rounds = np.random.default_rng(5), rans.MAX_LANES, 200
+    states, hard, far = [LOW] * lanes, 0, 0
+    sizes = np.clip(rng.integers(1, 1 << rng.integers(1, PRECISION + 1, (rounds + 1, lanes))), 1, ONE // 2).tolist()
+    out: list[tuple[int, int, int]] = []
+    for now, following in pairwise(sizes):
+        for lane in range(lanes):
+            x, freq, then = states[lane], now[lane], following[lane]
+            x = x >> 32 if x >= freq << 39 else x
+            hard += x % freq in (0, 1, freq - 1)
+            far += x >= 1 << 53
+            x = (x // freq << PRECISION) + x % freq
+            shifted = x >> 32 if x >= then << 39 else x  # whether the next one writes a word does not hang on 24 bits
+            start = (int(rng.integers(-1, 2)) - shifted) % then if shifted == x else int(rng.integers(0, ONE // 2))
+            states[lane] = x + start
+            out.append((start, freq, lane))
+    table = np.array(out, np.int64).reshape(rounds, lanes, 3)[::-1].reshape(-1, 3)
+    parts = [Symbols.of(*table[:777].T), Symbols.of(*table[777:].T)]  # the first begins and ends amid the lanes
+    encoder = rans.Encoder(lanes)
+    for part in parts:
+        encoder.add(part)
+    stream = encoder.finish()
+    assert np.frombuffer(stream[0], "<u8", lanes).tolist() == states
+    assert stream == rans_plain.encode(parts, lanes)
+    assert hard > len(out) // 3 and far > len(out) // 20
 
 
 def test_every_pattern_of_every_format_under_some_laws() -> None:
