@@ -228,7 +228,7 @@ def _add_far(low: Bits, middle: Bits, high: Bits, unit: float, out: Doubles) -> 
 
 
 @apart
-def _means(whole: Doubles, total: float, step: float, out: Singles) -> None:
+def _means(whole: Doubles, total: Any, step: float, out: Singles) -> None:
     for d in range(out.shape[0]):
         out[d] = np.float32((whole[d] / total) * step)
 
