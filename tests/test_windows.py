@@ -13,8 +13,8 @@ from torch import Tensor
 import codec
 from codec import errors, exact
 from codec.predictor import fused
-from codec.predictor.attention import Seen, attend, block_length
-from codec.predictor.far import NONE, ROUNDS, SHARE, SINKS, VALUE_UNIT, far, log2
+from codec.predictor.attention import Seen, attend, block_length, runs
+from codec.predictor.far import NONE, ROUNDS, SHARE, SINKS, VALUE_UNIT, far, groups_before, log2
 from tests import codec_samples as samples
 
 
@@ -111,9 +111,11 @@ def test_windows_are_cut_before_anything_is_computed(monkeypatch: pytest.MonkeyP
     assert block_length(4, 10**4, 32) == 64
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("window", [16, 48, 200])
-def test_centroids_are_lloyds(window: int) -> None:
+def test_centroids_are_lloyds(window: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties, keys that are all alike (so that centroids stay empty), and keys of very different sizes."""
+    monkeypatch.setattr(fused, "ENABLED", compiled)
     generator = torch.Generator().manual_seed(window)
     keys = torch.randint(-3, 4, (2, 2 * window, 4), generator=generator).to(torch.int16)
     keys[0, :window] = 7
@@ -132,6 +134,19 @@ def test_centroids_are_lloyds(window: int) -> None:
             assert found.values[j, own].tolist() == [v for _, v, _ in small]
             assert found.bias[j, own, 0].tolist() == [float(np.float32(log2(n) if n else NONE)) for *_, n in want]
             assert found.key_scale[j, own, 0].tolist() == [s for _, _, s in small]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 64])
+def test_runs_change_where_another_group_is_left_behind(window: int) -> None:
+    places = {place: behind for begin, end, behind in runs(3, 300, window) for place in range(begin, end)}
+    assert list(places) == list(range(3, 300))
+    for place, behind in places.items():
+        assert behind == groups_before(place, window)
+        seen = place + 1 - behind * window
+        assert seen >= min(place + 1, window), "the window holds as many tokens, the sinks among them"
+        assert seen <= 2 * window + SINKS + window, "and not many more"
+    starts = [begin for begin, *_ in runs(3, 300, window)]
+    assert all(begin % window == 0 for begin in starts[1:])
 
 
 def test_logarithms_in_whole_numbers() -> None:
