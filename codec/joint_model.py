@@ -88,6 +88,10 @@ class Ready:
         self.sigma = joint.sigma.astype(np.float64)[:, None]
         self.scale = None if joint.scale is None else joint.scale.astype(np.int64)
         self.narrow = np.ones(n) if joint.narrow is None else joint.narrow.astype(np.float64)
+        units = self.given_unit[:, 0], self.bias[:, 0], self.unit[:, 0]
+        self.known = np.stack(
+            [*units, self.sigma[:, 0], self.per_step, self.most, self.narrow]
+        )  # [7, N], for compiled loops
         variance = self.sigma * self.sigma
         self.w = joint.inside.astype(np.float64)[:, None]
         self.va = variance[self.values :: 2]

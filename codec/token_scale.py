@@ -35,6 +35,11 @@ _POWERS = np.array([
     1.9152065613971474, 1.9571441241754002,
 ])  # fmt: skip
 _EDGES = np.ascontiguousarray(_POWERS[::2] * 0.5)
+_LEADING = 6  # bits of a mantissa: fewer than two edges have the same
+_FIRST = np.searchsorted(_EDGES, 0.5 + np.arange(1 << _LEADING) / (2 << _LEADING), side="right") - 1.0
+_SEARCH = np.concatenate(
+    [_EDGES, [2.0], _FIRST]
+)  # edges and one that no mantissa reaches; by leading bits, the last edge that is below
 
 
 def levels(squares: Ints, count: int) -> Ints:
@@ -96,14 +101,11 @@ def _level(energy: int, count: int, edges: Floats) -> Any:
 
 @inlined
 def _sixteenths(n: int, edges: Floats) -> Any:
-    """`_log2` of one integer."""
+    """`_log2` of one integer. The leading bits of a mantissa leave at most one edge to compare it with."""
     bits = np.float64(n).view(np.int64)
     mantissa = np.int64((bits & ((np.int64(1) << 52) - 1)) | (np.int64(1022) << 52)).view(np.float64)
-    below, step = np.int64(0), np.int64(8)
-    while step > 0:  # edges are sorted, and the first is no larger than any mantissa
-        if edges[below + step] <= mantissa:
-            below += step
-        step >>= 1
+    below = np.int64(edges[np.uint64(_OCTAVE + 1 + ((bits >> (52 - _LEADING)) & ((1 << _LEADING) - 1)))])
+    below += edges[np.uint64(below + 1)] <= mantissa
     return ((bits >> 52) - 1022) * _OCTAVE + below - _OCTAVE
 
 
@@ -131,12 +133,12 @@ class CompiledTokenScale(TokenScale):
     def of(self, b: int) -> Floats:
         """See TokenScale."""
         out = np.empty(len(self._total))
-        _factors(self._weights[b], self._before, self._total, self._last, self._count, _EDGES, _POWERS, out)
+        _factors(self._weights[b], self._before, self._total, self._last, self._count, _SEARCH, _POWERS, out)
         return out
 
     def add(self, energy: Ints, count: int) -> None:
         """See TokenScale."""
-        _absorb(energy, count, self._total, self._last, _EDGES)
+        _absorb(energy, count, self._total, self._last, _SEARCH)
         self._count += count
 
 

@@ -22,7 +22,7 @@ from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, Features, Ready
 from codec.kernels import apart, compiled, inlined
 from codec.rans import NONE, Codes, States, Symbols, Words
 from codec.residual import STEP_BITS, TABLE_REACH
-from codec.scalar_kernels import Fine, Numbers, new_row, place_row, scale_row, whole
+from codec.scalar_kernels import Fine, Numbers, place_row, scale_row, whole
 from codec.scalar_put import put_row, room_for
 from codec.scalar_read import read_row
 from codec.scalars import Sink, Source
@@ -248,22 +248,38 @@ def _channel(
         _observe(work[3], work[3], guess[row], most, work[0], work[1], r, forced[row], energy)
 
 
-# Rows of work: 0 to 2 the law (off, own, spread), 3 and 4 what patterns stand for and tell, 5 to 7 what a pair's second channel needs.
+# Scratch of a row lies in two arrays, and what a layer knows of channels in one: a compiled function takes time for each array of a call.
+# Rows of work: 0 to 2 the law (off, own, spread), 3 and 4 what patterns stand for and tell, 5 to 7 what a pair's second channel needs, 8 to
+# 10 the first three of scalar_kernels.Row; of ints: the other four, patterns, and two of formats with raw bits.
+_WORK, _INTS = 11, 7
+
+
 @compiled
 def _block(
-    lo: int, half: int, far: Sums, sums: Sums, weights: Weights, factor: Floats, given: Sums, given_unit: Floats, bias: Floats,
-    unit: Floats, sigmas: Floats, per_step: Floats, most: Floats, pair: Floats, narrow: Floats, turns: Floats, rows: Ints,
-    whole_rows: int, guess: Rows, work: Floats, features: Features, energy: Ints, mode: int, n: Numbers, fine: Fine, at: Floats,
-    rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints, more: Ints, split: Ints, steps: Floats, states: States, words: Words,
-    words_at: Ints, codes: Codes, count: Ints, lanes: int, table: Floats, shift: int, edges: Floats, bins: Ints, coded: Ints, items: Items,
-    mean: Floats, sigma: Floats, residual: Floats, forced: Rows,
+    lo: int, half: int, far: Sums, all_sums: Sums, weights: Weights, factor: Floats, given: Sums, known: Floats, pair: Floats,
+    turns: Floats, rows: Ints, whole_rows: int, guess: Rows, work: Floats, ints: Ints, features: Features, energies: Ints, mode: int,
+    n: Numbers, fine: Fine, steps: Floats, states: States, words: Words, words_at: Ints, codes: Codes, count: Ints, lanes: int,
+    table: Floats, shift: int, edges: Floats, bins: Ints, items: Items, mean: Floats, sigma: Floats, residual: Floats, forced: Rows,
 ) -> None:  # fmt: skip
     """Channels lo … of one block.
 
-    Of `items`, `guess` and `forced` rows are K's as stored, then V's. So they are of `mean`, `sigma` and `residual` where whole_rows is 1;
-    where it is 0, these are scratch of a row, and of two.
+    known: Ready.known. Of `items`, `guess` and `forced` rows are K's as stored, then V's. So they are of `mean`, `sigma` and `residual`
+    where whole_rows is 1; where it is 0, these are scratch of a row, and of two.
     """
-    lines, has_given = sums.shape[0], np.int64(given.shape[0] > 1)
+    lines, has_given = min(BLOCK, features.shape[0] - lo), np.int64(given.shape[0] > 1)
+    given_unit, bias, unit, sigmas, per_step, most, narrow = (
+        known[0],
+        known[1],
+        known[2],
+        known[3],
+        known[4],
+        known[5],
+        known[6],
+    )
+    at, rate, near = work[8], work[9], work[10]
+    start, grid, found, more, coded, split = ints[0], ints[1], ints[2], ints[3], ints[4], ints[5:7]
+    sums, energy = all_sums[:lines], energies[lo // BLOCK]
+    sums[:] = 0
     low, high = far[:lines], far[lines:]
     j = lo
     while j < lo + lines:
@@ -294,14 +310,14 @@ def _block(
             )  # fmt: skip
         if many == 1:
             _features_of_value(first, per_step[j], features[j])
-            _add(sums, weights, k, lo, features)
+            _add(sums, weights[lo:], k, lo, features)
         else:
             _features_of_pair(
                 first, residual[row * whole_rows + 1 - whole_rows], turns[0, turn], turns[1, turn], per_step[j], per_step[j + 1],
                 features[j], features[j + 1],
             )  # fmt: skip
-            _add(sums, weights, k, lo, features)
-            _add(sums, weights, k + 1, lo, features)
+            _add(sums, weights[lo:], k, lo, features)
+            _add(sums, weights[lo:], k + 1, lo, features)
         j += many
 
 
@@ -361,21 +377,17 @@ class Walker:
         given = np.zeros((1, tokens), np.int32) if given is None else given
         stream, written, count = _stream(source, sink), _room(sink, guess.size), np.zeros(3, np.int64)
         rows = np.stack([geometry.first_rows, geometry.second_rows])
-        work, row, factor = np.empty((8, tokens)), new_row(tokens), np.ones(tokens)
-        split, coded = np.empty((2, tokens), np.int64), np.empty(tokens, np.int64)
+        work, ints, factor = np.empty((_WORK, tokens)), np.empty((_INTS, tokens), np.int64), np.ones(tokens)
+        sums = np.empty((BLOCK, tokens), np.int32)
         for b, lo in enumerate(range(0, n, BLOCK)):
-            hi = min(lo + BLOCK, n)
             if scale is not None:
                 if b:
                     scale.add(out.energy[b - 1], BLOCK)
                 factor = scale.of(b)
-            sums = np.zeros((hi - lo, tokens), np.int32)
             _block(
-                lo, n // 2, ready.far(b, out.features[:lo]), sums, ready.near[lo:hi], factor, given, ready.given_unit[:, 0],
-                ready.bias[:, 0], ready.unit[:, 0], ready.sigma[:, 0], ready.per_step, ready.most, ready.pair, ready.narrow, geometry.turns,
-                rows, int(keep), guess, work, out.features, out.energy[b], mode, *stream[:2], *row, split, *stream[2:], written, count,
-                1 if sink is None else sink.lanes, self._table, self._shift, self._edges, self._bins, coded, out.items, out.mean,
-                out.sigma, out.residual, out.forced,
+                lo, n // 2, ready.far(b, out.features[:lo]), sums, ready.near, factor, given, ready.known, ready.pair, geometry.turns, rows,
+                int(keep), guess, work, ints, out.features, out.energy, mode, *stream, written, count, 1 if sink is None else sink.lanes,
+                self._table, self._shift, self._edges, self._bins, out.items, out.mean, out.sigma, out.residual, out.forced,
             )  # fmt: skip
         if scale is not None:
             scale.add(out.energy[-1], (n - 1) % BLOCK + 1)

@@ -3,14 +3,17 @@
 Lengths and windows: one prompt of each length, encoded chunk by chunk, decoded chunk by chunk as verification does, and decoded all
 together, a layer at a time, as restoring does; each in a process of its own, after one chunk to warm up. Speeds are medians of its
 repeats. Memory is the peak over what was held before (model, predictor and profile loaded).
-A rung is calibrated anew for each window, on prompts of --train-tokens. Actors: the real job on an embedded Ray, nothing verified.
+A rung is calibrated anew for each window, on prompts of --train-tokens. Actors: the real job on an embedded Ray, nothing verified, on as
+many cores as it has actors (on all there are, where it has more), which the driver and Ray share.
 
 lengths         by window and tokens: encode_tokens_per_s, decode_tokens_per_s, restore_tokens_per_s, target_tokens_per_s, raw_bytes,
                 weights_bytes (the stored predictor), and encode_memory, decode_memory, restore_memory: the peak over the raw cache's
                 bytes. Encoding's peak holds the target's own cache, too. decode_batch_memory, restore_batch_memory: the same peaks
                 with the weights, over what is decoded together (one chunk; the whole prompt) with the weights
 window_keeps    by window: decode_tokens_per_s at the longest length over that at the one nearest 1,024
-actors          by number: tokens_per_s of one actor, target and codec; all: times the actors, and seconds of the whole job
+actors          by number: tokens_per_s of one actor, target and codec; all: of all of them, by the clock between the first blob and the
+                last one, the first of each actor left out; and seconds of the whole job
+actors_gain     all of the most actors over all of the fewest
 index           rows, parts and bytes of an index of made-up chunks, write_seconds; plan_seconds to find `asked` chunks among them and
                 the plan_peak_bytes that takes; `found`: half of them are there
 verified        every chunk came back with the checksums of the target's cache, and the index found what it holds
@@ -19,12 +22,7 @@ verified        every chunk came back with the checksums of the target's cache, 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,10 +30,11 @@ from typing import Any
 
 import torch
 
-from codec.errors import DataError, UserError
+from codec.errors import UserError
 from jobs.arguments import add_cache
 from jobs.bench import rate
-from jobs.bench.child import ROOT, ask
+from jobs.bench.actor_scaling import by_actors, gain
+from jobs.bench.child import ask
 from jobs.bench.machine import available_cores, describe
 from jobs.bench.prompts import read_prompts
 from jobs.bench.turns import Note
@@ -135,6 +134,8 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         out.append(
             (f"{number} actors", f"{f['all']:,.1f} tokens/s, {f['tokens_per_s']:,.1f} each; job {f['seconds']:.0f} s")
         )
+    if result["actors_gain"]:
+        out.append(("most over fewest actors", f"{result['actors_gain']:.2f}x"))
     if i := result["index"]:
         text = f"written in {i['write_seconds']:.0f} s, {i['asked']:,} chunks planned against it in {i['plan_seconds']:.1f} s"
         out.append((f"index of {i['rows']:,} rows", f"{text} and {i['plan_peak_bytes'] / 2**20:,.0f} MiB"))
@@ -179,10 +180,11 @@ def measure(settings: Settings, folder: Path, note: Note) -> dict[str, Any]:
         }
         found = ask(CHILD, asked, folder, "filling an index")
         good &= found["right"]
+    actors = by_actors(_job(settings), settings.actors, settings.prompts, folder, note)
     shown |= {name: str(shown[name]).rstrip("/").rpartition("/")[2] for name in ("calibration", "eval")}
     return {
         "lengths": lengths, "window_keeps": {w: _keeps(points) for w, points in lengths.items()},
-        "actors": _actors(settings, folder, note), "index": found, "verified": good, "settings": shown, "machine": machine,
+        "actors": actors, "actors_gain": gain(actors), "index": found, "verified": good, "settings": shown, "machine": machine,
     }  # fmt: skip
 
 
@@ -228,27 +230,12 @@ def _keeps(points: dict[str, Any]) -> float:
     return float(points[longest]["decode_tokens_per_s"] / points[near]["decode_tokens_per_s"])
 
 
-def _actors(settings: Settings, folder: Path, note: Note) -> dict[str, dict[str, float]]:
-    """The job's speed by number of actors; a first run calibrates, and each has a salt of its own, so that all of them encode all."""
-    out = {}
-    for number in (0, *settings.actors) if settings.actors else ():
-        note(f"the job with {number} actors" if number else "the job, to calibrate")
-        report = folder / "report.json"
-        line = [
-            sys.executable, str(ROOT / "jobs" / "compress_corpus.py"), "--model", settings.model, "--corpus", settings.eval,
-            "--calibration", settings.calibration, "--store", str(folder / "job"), "--predictor", settings.predictor,
-            "--chunk-tokens", str(settings.chunk_tokens), "--max-tokens", str(settings.train_tokens), "--verify", "none",
-            "--limit", str(settings.prompts if number else 1), "--actors", str(number or 1), "--salt-env", "KV_BENCH_SALT",
-            "--report", str(report),
-        ]  # fmt: skip
-        for flag, value in (("--cache-dtype", settings.cache_dtype), ("--fp8-scale", settings.fp8_scale)):
-            line += [flag, value] if value else []
-        begin = time.perf_counter()
-        environment = os.environ | {"KV_BENCH_SALT": f"scaling with {number}"}
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode:
-            raise DataError(f"the job failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-        speed = json.loads(report.read_text(encoding="utf-8"))["tokens_per_s"]
-        if number:
-            out[str(number)] = {"tokens_per_s": speed, "all": speed * number, "seconds": time.perf_counter() - begin}
-    return out
+def _job(settings: Settings) -> list[str]:
+    """Options of the job that actors are measured with."""
+    line = [
+        "--model", settings.model, "--corpus", settings.eval, "--calibration", settings.calibration, "--predictor", settings.predictor,
+        "--chunk-tokens", str(settings.chunk_tokens), "--max-tokens", str(settings.train_tokens), "--verify", "none",
+    ]  # fmt: skip
+    for flag, value in (("--cache-dtype", settings.cache_dtype), ("--fp8-scale", settings.fp8_scale)):
+        line += [flag, value] if value else []
+    return line
