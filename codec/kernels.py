@@ -12,6 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from codec.cells import Ints
@@ -50,6 +51,25 @@ class _Apart(CompilerBase):
 def apart(function: Callable[..., Any]) -> Any:
     """An `inlined` function of arrays no two of which overlap, as far as it writes to one of them: its loops are vectorised."""
     return numba.njit(forceinline=True, pipeline_class=_Apart, **_OPTIONS)(function)
+
+
+@intrinsic
+def borrowed(context: Any, arrays: Any) -> Any:
+    """A tuple of arrays as they are, without references to what holds them: views of them are not counted then.
+
+    Compiled code counts references whenever it takes a row, atomically. The caller holds its arguments while a call lasts; what is
+    borrowed is never returned.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        out = []
+        for k, kind in enumerate(signature.return_type):
+            array = context.make_array(kind)(context, builder, value=builder.extract_value(arguments[0], k))
+            array.meminfo, array.parent = (x.type(None) for x in (array.meminfo, array.parent))
+            out.append(array._getvalue())
+        return context.make_tuple(builder, signature.return_type, out)
+
+    return arrays(arrays), generate
 
 
 @compiled

@@ -15,7 +15,7 @@ import numpy as np
 from codec import cells
 from codec.cells import Ints
 from codec.formats import NumberFormat
-from codec.kernels import compiled
+from codec.kernels import borrowed, compiled
 from codec.rans import PRECISION, Codes, Decoder, Encoder, States, Symbols, Words
 from codec.residual import (
     TABLE_BITS,
@@ -129,6 +129,8 @@ def _put_scaled(
     patterns: Ints, mean: Floats, sigma: Floats, t: Numbers, fine: Fine, width: int, at: Floats, rate: Floats, near: Floats, start: Ints,
     grid: Ints, found: Ints, more: Ints, split: Ints, codes: Codes, count: Ints,
 ) -> None:  # fmt: skip
+    patterns, mean, sigma, fine, at, rate, near = borrowed((patterns, mean, sigma, fine, at, rate, near))
+    start, grid, found, more, split, codes, count = borrowed((start, grid, found, more, split, codes, count))
     for i in range(patterns.shape[0]):
         scale_row(sigma[i], t, grid, rate, near)
         place_row(mean[i], t, grid, at, start)
@@ -140,6 +142,10 @@ def _put_gridded(
     patterns: Ints, mean: Floats, grids: Ints, reciprocal: Ints, t: Numbers, fine: Fine, width: int, at: Floats, rate: Floats, near: Floats,
     start: Ints, grid: Ints, found: Ints, more: Ints, split: Ints, codes: Codes, count: Ints,
 ) -> None:  # fmt: skip
+    patterns, mean, grids, reciprocal, fine, at, rate = borrowed((patterns, mean, grids, reciprocal, fine, at, rate))
+    near, start, grid, found, more, split, codes, count = borrowed(
+        (near, start, grid, found, more, split, codes, count)
+    )
     for i in range(patterns.shape[0]):
         given_row(grids[i], reciprocal[i], grid, rate, near)
         place_row(mean[i], t, grid, at, start)
@@ -151,6 +157,12 @@ def _read_gridded(
     mean: Floats, grids: Ints, reciprocal: Ints, t: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints,
     found: Ints, cells: Ints, steps: Floats, states: States, words: Words, words_at: Ints, out: Ints,
 ) -> None:  # fmt: skip
+    mean, grids, reciprocal, fine, at, rate, near, start = borrowed(
+        (mean, grids, reciprocal, fine, at, rate, near, start)
+    )
+    grid, found, cells, steps, states, words, words_at, out = borrowed(
+        (grid, found, cells, steps, states, words, words_at, out)
+    )
     for i in range(mean.shape[0]):
         given_row(grids[i], reciprocal[i], grid, rate, near)
         place_row(mean[i], t, grid, at, start)
@@ -162,6 +174,8 @@ def _read_scaled(
     mean: Floats, sigma: Floats, t: Numbers, fine: Fine, at: Floats, rate: Floats, near: Floats, start: Ints, grid: Ints, found: Ints,
     cells: Ints, steps: Floats, states: States, words: Words, words_at: Ints, out: Ints,
 ) -> None:  # fmt: skip
+    mean, sigma, fine, at, rate, near, start, grid = borrowed((mean, sigma, fine, at, rate, near, start, grid))
+    found, cells, steps, states, words, words_at, out = borrowed((found, cells, steps, states, words, words_at, out))
     for i in range(mean.shape[0]):
         scale_row(sigma[i], t, grid, rate, near)
         place_row(mean[i], t, grid, at, start)

@@ -19,7 +19,7 @@ from codec.cells import Ints
 from codec.formats import Items, NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.joint_model import BLOCK, FEATURE_MAX, LEAST, Features, Ready
-from codec.kernels import apart, compiled, inlined
+from codec.kernels import apart, borrowed, compiled, inlined
 from codec.rans import NONE, Codes, States, Symbols, Words
 from codec.residual import STEP_BITS, TABLE_REACH
 from codec.scalar_kernels import Fine, Numbers, place_row, scale_row, whole
@@ -266,6 +266,12 @@ def _block(
     known: Ready.known. Of `items`, `guess` and `forced` rows are K's as stored, then V's. So they are of `mean`, `sigma` and `residual`
     where whole_rows is 1; where it is 0, these are scratch of a row, and of two.
     """
+    far, all_sums, weights, factor, given = borrowed((far, all_sums, weights, factor, given))
+    known, pair, turns, rows, guess, work = borrowed((known, pair, turns, rows, guess, work))
+    ints, features, energies, fine, steps = borrowed((ints, features, energies, fine, steps))
+    states, words, words_at, codes, count = borrowed((states, words, words_at, codes, count))
+    table, edges, bins, items, forced = borrowed((table, edges, bins, items, forced))
+    mean, sigma, residual = borrowed((mean, sigma, residual))
     lines, has_given = min(BLOCK, features.shape[0] - lo), np.int64(given.shape[0] > 1)
     given_unit, bias, unit, sigmas, per_step, most, narrow = (
         known[0],
