@@ -53,8 +53,7 @@ def apart(function: Callable[..., Any]) -> Any:
     return numba.njit(forceinline=True, pipeline_class=_Apart, **_OPTIONS)(function)
 
 
-@intrinsic
-def borrowed(context: Any, arrays: Any) -> Any:
+def _borrowed(context: Any, arrays: Any) -> Any:
     """A tuple of arrays as they are, without references to what holds them: views of them are not counted then.
 
     Compiled code counts references whenever it takes a row, atomically. The caller holds its arguments while a call lasts; what is
@@ -70,6 +69,9 @@ def borrowed(context: Any, arrays: Any) -> Any:
         return context.make_tuple(builder, signature.return_type, out)
 
     return arrays(arrays), generate
+
+
+borrowed: Any = intrinsic(_borrowed)
 
 
 @compiled

@@ -89,14 +89,13 @@ def plan(given: argparse.Namespace, notes: Console) -> int:
 
 def measured(given: argparse.Namespace, note: Any) -> tuple[Case, dict[str, Any]]:
     """The case, with bits from benchmarks where there are any, and what it is about."""
-    import torch
-
     from codec.errors import UserError
     from jobs.bench.machine import describe
     from jobs.bench.speeds import Wanted, measure
     from pipeline.model_source import resolve_cache_format, resolve_model
     from pipeline.ray_runtime import available_cores
     from pipeline.reporting.frontier import from_files
+    from pipeline.worker_process import settle
 
     threads = given.threads or available_cores()
     for name, value in (("tokens", given.tokens), ("chunk-tokens", given.chunk_tokens), ("repeats", given.repeats)):
@@ -105,7 +104,7 @@ def measured(given: argparse.Namespace, note: Any) -> tuple[Case, dict[str, Any]
     if not 1 <= threads <= 4096:
         raise UserError(f"--threads {threads} must be at least 1 and at most 4096")
     known = {one.name: one.bits for one in from_files(given.benchmark)}
-    torch.set_num_threads(threads)
+    settle(threads)  # as the processes do whose speed this tells
     source, machine = resolve_model(given.model), describe()
     cache_format = resolve_cache_format(source, given.cache_dtype)
     kinds = tuple(dict.fromkeys(given.predictor or DEFAULT_RUNGS))

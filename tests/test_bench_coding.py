@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from codec.errors import DataError, UserError
 from codec.formats import BF16, FP8_E4M3, FP16, FP32
-from jobs.bench import child, coder, general, machine, peers, scaling, synthetic
+from jobs.bench import actor_scaling, child, coder, general, machine, peers, scaling, synthetic
 from jobs.bench.turns import take_turns
 from tests import codec_samples as samples
 
@@ -175,6 +176,28 @@ def test_scaling_on_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
     index = result["index"]
     assert index["rows"] == 6000 and index["parts"] == 2 and index["found"] == 1000 and index["asked"] == 2000
     assert not result["actors"] and len(scaling.rows(result)) == 6
+
+
+def test_actors_are_measured_by_the_clock_on_cores_of_their_own(tmp_path: Path) -> None:
+    for k, at in enumerate((90, 100, 101, 104, 108, 110)):  # the first is of another run
+        blob = tmp_path / "blobs" / "t" / f"{k}.kv"
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(b"")
+        os.utime(blob, (at, at))
+    prompts = [
+        {"chunks": 2, "chunks_new": 1, "tokens": 200, "raw_bytes": 1000},
+        {"chunks": 4, "chunks_new": 4, "tokens": 400, "raw_bytes": 4000},
+    ]
+    told = {"per_prompt": prompts, "raw_bytes": 5000}  # 500 tokens, of which two actors wrote 3 chunks of 5 in 10 s
+    assert actor_scaling._by_the_clock(told, tmp_path, 95, 2) == 30
+    with pytest.raises(DataError, match="give more --prompts"):
+        actor_scaling._by_the_clock(told, tmp_path, 95, 5)
+    assert actor_scaling.gain({"1": {"all": 10.0}, "10": {"all": 80.0}, "2": {"all": 20.0}}) == 8
+    assert actor_scaling.gain({"2": {"all": 20.0}}) is None
+    before = os.sched_getaffinity(0)
+    with actor_scaling._cores(1):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
 
 
 def test_scaling_refuses_what_it_cannot_measure(tiny_model: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def _by_the_clock(told: Mapping[str, Any], store: Path, begin: float, number: in
     """Tokens a second between the first blob written since `begin` and the last one; each actor's first came about before."""
     times = sorted(t for p in store.glob("blobs/**/*.kv") if (t := p.stat().st_mtime) >= begin)
     whole = next((p for p in told["per_prompt"] if p["chunks_new"] == p["chunks"]), None)
-    if len(times) <= number or whole is None:
+    if len(times) <= number or whole is None or times[0] == times[-1]:
         raise DataError(f"{len(times)} new chunks are too few to measure {number} actors by; give more --prompts")
     tokens = told["raw_bytes"] * whole["tokens"] / whole["raw_bytes"]
     return float(tokens * (len(times) - number) / len(times) / (times[-1] - times[0]))
