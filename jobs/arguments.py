@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 from pipeline.options import CACHE_FORMATS, CODERS, DEFAULT_FP8_SCALE, FP8_SCALES, LOOPS, Options
 
 GRACE = 24 * 3600.0  # seconds
+LONGEST = 1e9  # seconds: 31 years, which clocks and timers take
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def seconds(text: str) -> float:
     """A time such as 90, 90s, 15m, 24h or 7d, in seconds; argparse turns what this raises into a usage error."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip().lower())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 15m, 24h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
+    value = float(found[1]) * _UNITS[found[2]] if found else math.nan
+    if not value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no time; write 90s, 15m, 24h or 7d")
+    return value
 
 
 def bandwidth(text: str) -> float:
     """A bandwidth such as 100Mb/s, 1Gb/s or 2.5G, in bits a second; argparse turns what this raises into a usage error."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt])?(?:b(?:it)?(?:/s|ps)?)?", text.strip().lower())
     value = float(found[1]) * 1000 ** " kmgt".index(found[2] or " ") if found else 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth; write 100Mb/s, 1Gb/s or 10Gb/s")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no bandwidth; write 100Mb/s, 1Gb/s or 10Gb/s")
     return value
+
+
+def device(text: str) -> str:
+    """A device of torch's that decodes: cpu, cuda or cuda:1; argparse turns what this raises into a usage error."""
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no device; write cpu, cuda or cuda:1")
+    return text
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:

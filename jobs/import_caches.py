@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from jobs.arguments import add_log
+from jobs.arguments import add_log, device
 from jobs.exits import run_job
 from jobs.notes import Notes
 from pipeline.options import DEFAULT_PREDICTOR, PREDICTORS, Options
@@ -35,7 +35,11 @@ def parser() -> argparse.ArgumentParser:
     add("--chunk-tokens", type=int, default=Options.chunk_tokens, metavar="N", help="tokens a chunk (default: 256)")
     add("--salt-env", metavar="NAME", help="environment variable with the tenant's salt, the engine's own")
     add(
-        "--device", default="cpu", metavar="DEVICE", help="where predictor and target compute: cpu, cuda (default: cpu)"
+        "--device",
+        default="cpu",
+        type=device,
+        metavar="DEVICE",
+        help="where predictor and target compute: cpu, cuda (default: cpu)",
     )
     add("--threads", type=int, default=1, metavar="N", help="threads (default: %(default)s)")
     add("--delete", action="store_true", help="delete files of which all is stored")

@@ -97,7 +97,7 @@ def measured(given: argparse.Namespace, note: Any) -> tuple[Case, dict[str, Any]
     from pipeline.reporting.frontier import from_files
     from pipeline.worker_process import settle
 
-    threads = given.threads or available_cores()
+    threads = available_cores() if given.threads is None else given.threads
     for name, value in (("tokens", given.tokens), ("chunk-tokens", given.chunk_tokens), ("repeats", given.repeats)):
         if not 1 <= value <= 1 << 24:
             raise UserError(f"--{name} {value} must be at least 1 and at most {1 << 24}")

@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from codec.errors import UserError
-from jobs.arguments import GRACE, add_log, add_store, seconds
+from jobs.arguments import GRACE, add_log, add_store, device, seconds
 from jobs.configuration import Given
 from jobs.exits import run_job
 from jobs.notes import Notes
 
 if TYPE_CHECKING:
     from pipeline.deep import Decoded, Task, Work
+    from pipeline.options import Verify
     from pipeline.store import Store
 
 
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, metavar="N", help="with --watch: end after N rounds (default: when it is stopped)")
     add("--report", metavar="FILE.json", help="with --watch: totals so far, written anew after each round")
     add("--grace", type=seconds, default=GRACE, metavar="TIME", help="younger orphans are left alone (default: 24h)")
-    add("--device", default="cpu", metavar="DEVICE", help="where --deep decodes: cpu, cuda (default: cpu)")
+    add("--device", default="cpu", type=device, metavar="DEVICE", help="where --deep decodes: cpu, cuda (default: cpu)")
     add_log(p)
     return p
 
@@ -78,7 +79,6 @@ def verify(given: argparse.Namespace, notes: Console) -> int:
     """Look, decode if asked to, list, repair if asked to."""
     from pipeline.audit import KINDS, audit
     from pipeline.deep import decode_store
-    from pipeline.options import Verify
     from pipeline.recording import record_audit
     from pipeline.repair import repair
     from pipeline.report import say, show_rows
@@ -86,7 +86,12 @@ def verify(given: argparse.Namespace, notes: Console) -> int:
     from pipeline.store import Store
 
     result, begun = Console(), new_run()
-    sample = Verify.parse("all" if given.sample == 1 else f"sample:{given.sample}")
+    for flag in ("rounds", "report"):
+        if getattr(given, flag) is not None:
+            raise UserError(
+                f"--{flag} goes with --watch; a verification that ends leaves its record in the store (runs/)"
+            )
+    sample = share_of(given)
     store = Store.open(given.store, create=False)
     say(notes, f"verifying {store.uri}")
     found = audit(store, grace=given.grace, selects=sample.selects, model=given.model, target=given.target)
@@ -106,6 +111,15 @@ def verify(given: argparse.Namespace, notes: Console) -> int:
     return 1 if found.faults else 0
 
 
+def share_of(given: argparse.Namespace) -> Verify:
+    """Which chunks are looked at. Raises UserError."""
+    from pipeline.options import Verify
+
+    if not 1e-9 <= given.sample <= 1:
+        raise UserError(f"--sample {given.sample} is no share of the chunks; write a number above 0 and up to 1")
+    return Verify(given.sample)
+
+
 def work(given: argparse.Namespace, store: Store) -> Work:
     """How chunks are decoded: in this process where that was asked for or is soon done, else on Ray."""
     from pipeline.deep import here
@@ -122,7 +136,7 @@ def work(given: argparse.Namespace, store: Store) -> Work:
 
 def keep_watch(given: argparse.Namespace) -> int:
     """Verify share after share, until it is stopped or has made its rounds."""
-    from pipeline.options import Verify
+    from pipeline.options import check_file
     from pipeline.report import say, show_rows, write_report
     from pipeline.store import Store
     from pipeline.watch import watch
@@ -131,8 +145,9 @@ def keep_watch(given: argparse.Namespace) -> int:
         raise UserError("--watch only looks; repair with a run of its own")
     if given.rounds is not None and given.rounds < 1:
         raise UserError(f"--rounds {given.rounds} must be at least 1")
-    result = Console()
-    shares = max(1, round(1 / Verify.parse(f"sample:{given.sample}").fraction))
+    if given.report is not None:
+        check_file("--report", given.report)
+    result, shares = Console(), max(1, round(1 / share_of(given).fraction))
     store = Store.open(given.store, create=False)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # how a service is stopped
     rounds = watch(

@@ -26,6 +26,7 @@ from pipeline.model_source import localise
 from pipeline.paths import profile_config_path
 from pipeline.plan import Prompt
 from pipeline.prompts import PromptReader
+from pipeline.quota import Quota
 from pipeline.rung import LIMB_PROMPTS
 from pipeline.store import ObjectMissing
 from pipeline.target import Target, load_target, run_format
@@ -117,9 +118,10 @@ def offer_profile(job: Job, profile_id: bytes) -> Job:
 class Calibrator:
     """The body of a calibration actor: the target, and moments of the residuals on its prompts."""
 
-    def __init__(self, job: Job, device: Device) -> None:
+    def __init__(self, job: Job, device: Device, quota: Quota | None = None) -> None:
         self._job = job
         self._device = device
+        self._charge = (quota or Quota()).charge
         self._target: Target | None = None
         self._predictor: codec.Predictor | None = None
         self._closed: codec.ClosedCalibration | None = None
@@ -138,7 +140,7 @@ class Calibrator:
     def build(self, ranges: codec.Ranges | None, samples: Sequence[Sample]) -> bytes:
         """Build the predictor from the target, put it into the store, return its fingerprint."""
         predictor = self._job.rung.build(self._loaded(), ranges, self._tokens(samples))
-        return put_predictor(self._job.store, predictor)
+        return put_predictor(self._job.store, predictor, self._charge)
 
     def _tokens(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         refs = [sample.prompt for sample in samples]
@@ -212,7 +214,7 @@ class Calibrator:
             scales=job.cache_scales,
             coder=job.coder,
         )
-        return put_profile(self._job.store, profile)
+        return put_profile(self._job.store, profile, self._charge)
 
     def _closing(self) -> codec.ClosedCalibration:
         if self._closed is None:
@@ -231,7 +233,7 @@ class Calibrator:
             scales=job.cache_scales,
             coder=job.coder,
         )
-        return put_profile(self._job.store, profile)
+        return put_profile(self._job.store, profile, self._charge)
 
     def _ready(self) -> codec.Predictor:
         if self._predictor is None:
@@ -277,7 +279,9 @@ def load_checked_target(job: Job, device: Device, *, quantised: bool = True) -> 
     return target
 
 
-def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, gpus: float, device: Device) -> Job:
+def calibrate(
+    job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, gpus: float, device: Device, quota: Quota
+) -> Job:
     """Make predictor and profile with a pool of Ray actors, and return the job with those now in use.
 
     Moments are merged in the order of the samples, whichever actor measured them: floating-point sums then depend on
@@ -285,7 +289,7 @@ def calibrate(job: Job, samples: Sequence[Sample], *, actors: int, cpus: float, 
     """
     ray: Any = importlib.import_module("ray")
     remote = ray.remote(Calibrator).options(num_cpus=cpus, num_gpus=gpus)
-    pool = [remote.remote(job, device) for _ in range(min(actors, len(samples)))]
+    pool = [remote.remote(job, device, quota) for _ in range(min(actors, len(samples)))]
     try:
         ranges = _ranges(ray, pool, samples) if job.rung.calibrated else None
         fingerprint = ray.get(pool[0].build.remote(ranges, samples[:LIMB_PROMPTS]))

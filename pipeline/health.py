@@ -122,9 +122,9 @@ class Health:
             return None
         layer, side, bits = self.worst
         return (
-            f"warning: the corpus has drifted from what the profile was calibrated on: {self.mean_excess:+.2f} bits a scalar beside "
-            f"the promise, most in layer {layer} {side} ({bits:+.2f}); nothing is lost but space, calibrate anew to win it back "
-            "(docs/RUNBOOK.md)"
+            f"warning: the profile fits this corpus less well than calibration promised: {self.mean_excess:+.2f} bits a scalar on average, "
+            f"{bits:+.2f} in layer {layer} {side}, the worst; nothing is lost but space: the corpus has drifted from the calibration "
+            "sample, or that was small or uniform (docs/RUNBOOK.md)"
         )
 
     def to_dict(self) -> dict[str, Any]:

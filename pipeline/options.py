@@ -26,6 +26,7 @@ DEFAULT_FP8_SCALE = "tensor"
 DEFAULT_KEEP = "1GB"  # of decoded prefixes, by a replica of the service
 DEVICES = ("auto", "cpu", "cuda")
 MAX_CHUNK_TOKENS = 65_536
+MAX_BYTES = 2**63 - 1  # of any size that is given
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -145,15 +146,16 @@ def read_salt(name: str | None, environment: Mapping[str, str] = os.environ) -> 
     value = environment.get(name, "")
     if not value:
         raise UserError(f"the environment variable {name} that --salt-env names is unset or empty")
-    return value.encode()
+    return value.encode(errors="surrogateescape")  # the very bytes of the variable: a random salt need not be text
 
 
 def parse_bytes(text: str, flag: str = "--max-store-bytes", least: int = 1) -> int:
     """A size such as 500000, 200MB, 1.5GiB or 2T. Raises UserError, which names the flag."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]i?)?b?", text.strip().lower())
-    if found is None or (size := int(float(found[1]) * _SIZES[found[2] or ""])) < least:
-        raise UserError(f"{text!r} of {flag} is no size; write 500MB, 20GiB or 2T")
-    return size
+    size = float(found[1]) * _SIZES[found[2] or ""] if found else math.nan
+    if not least <= size <= MAX_BYTES:
+        raise UserError(f"{text!r:.80} of {flag} is no size; write 500MB, 20GiB or 2T")
+    return int(size)
 
 
 def check_window(window: int | None) -> None:
@@ -206,3 +208,5 @@ def check_file(name: str, path: str) -> None:
         raise UserError(f"{name} {path}: the folder {folder} does not exist; make it first")
     if os.path.isdir(path):
         raise UserError(f"{name} {path} is a folder; name a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{name} {path}: the folder {folder} may not be written to")

@@ -18,6 +18,10 @@ from pipeline.work import OtherBits
 ROOT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 256 * 2**20  # rows and keys only: bitstreams never enter the object store
 IO_SLOTS = 2  # logical CPUs for reads, tokenising and the like beside the actors
+ACTORS_A_CORE, FEW_ACTORS = (
+    4,
+    8,
+)  # more actors in one machine's own little cluster would only take turns, and its memory
 NO_PROGRESS_SECONDS = 24 * 3600  # one group of long prompts on a CPU may take longer than Ray Data's half hour
 _UDF_NOTE = "\nFailed to apply UDF transform"  # Ray Data appends this to the message of a user's exception
 
@@ -51,12 +55,17 @@ def connected(actors: int | None) -> Iterator[Cluster]:
     """Join the cluster of RAY_ADDRESS (set within `ray job submit`), or run Ray in this process' own little cluster.
 
     What was started here is ended again; a cluster that was joined is only left.
+
+    Raises:
+        UserError: so many actors are no use on this machine alone.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _without_ray_noise():
         ray: Any = importlib.import_module("ray")
         started_here = not ray.is_initialized()
         embedded = started_here and not os.environ.get("RAY_ADDRESS")
+        if embedded:
+            _check_actors(actors or 1)
         if started_here:
             _init(ray, embedded, actors)
     try:
@@ -92,6 +101,16 @@ def _without_ray_noise() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def _check_actors(actors: int) -> None:
+    """Raise UserError for more actors than the processors of this machine could ever serve."""
+    most = max(FEW_ACTORS, ACTORS_A_CORE * available_cores())
+    if actors > most:
+        raise UserError(
+            f"{actors} actors are too many for the {available_cores()} processors of this machine; ask for {most} at most, or "
+            "name a cluster in RAY_ADDRESS"
+        )
 
 
 def available_cores() -> int:

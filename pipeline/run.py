@@ -287,7 +287,9 @@ def _rekey(prepared: Prepared, prompts: list[Prompt], cluster: Cluster) -> list[
 
 
 def _slots(cluster: Cluster) -> int:
-    return max(1, int(cluster.cpus) - ray_runtime.IO_SLOTS)
+    """How many tokenise at once: not more than there are processors, whatever Ray was told."""
+    free = int(cluster.cpus) - ray_runtime.IO_SLOTS
+    return max(1, min(free, cluster.cores or free))
 
 
 def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: str, consoles: Consoles) -> Job:
@@ -302,6 +304,7 @@ def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: 
         cpus=pools.encode_cpus,
         gpus=pools.encode_gpus,
         device=_device(device, pools.encode_gpus, pools.encode_cpus),
+        quota=make_quota(prepared.job.store, prepared.options.max_store_bytes),
     )
     size = job.store.size(profile_path(job.profile))
     say(consoles.notes, f"calibrated in {report.duration(time.monotonic() - begin)}; the profile has {size:,} bytes")

@@ -6,7 +6,7 @@ Groups and results travel as JSON text in one column, so that blocks are small, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ WRITTEN = "written"  # this run computed and stored it
 ADOPTED = "adopted"  # its blob was there: another job won, or an earlier one died before its commit
 KEPT = "kept"  # stored and committed before; decoded only to continue from its bits
 
+
+Charge = Callable[[Store, str, int], None]  # asked before an object of so many bytes is written: see pipeline/quota.py
 
 ALL = Verify(1.0)
 _MAX_HEADER = 1 << 20  # bytes of a predictor's description
@@ -255,16 +257,22 @@ def predictor_config(store: Store, fingerprint: bytes) -> dict[str, object]:
         raise DataError(f"the predictor {store.uri}/{path} does not say what it is ({error!s:.100})") from None
 
 
-def put_predictor(store: Store, predictor: codec.Predictor) -> bytes:
-    """Put a predictor into the store, unless it is there; its fingerprint. Raises StorageError."""
-    store.put_new(predictor_path(predictor.fingerprint), predictor.to_bytes())
+def put_predictor(store: Store, predictor: codec.Predictor, charge: Charge | None = None) -> bytes:
+    """Put a predictor into the store, unless it is there; its fingerprint. Raises StorageError, and what `charge` does."""
+    _put(store, predictor_path(predictor.fingerprint), predictor.to_bytes(), charge)
     return predictor.fingerprint
 
 
-def put_profile(store: Store, profile: codec.Profile) -> bytes:
-    """Put a profile into the store, unless it is there; its id. Raises StorageError."""
-    store.put_new(profile_path(profile.id), profile.to_bytes())
+def put_profile(store: Store, profile: codec.Profile, charge: Charge | None = None) -> bytes:
+    """Put a profile into the store, unless it is there; its id. Raises StorageError, and what `charge` does."""
+    _put(store, profile_path(profile.id), profile.to_bytes(), charge)
     return profile.id
+
+
+def _put(store: Store, path: str, data: bytes, charge: Charge | None) -> None:
+    if charge is not None and not store.exists(path):
+        charge(store, path, len(data))
+    store.put_new(path, data)
 
 
 def load_predictor(store: Store, fingerprint: bytes, device: str) -> codec.Predictor:

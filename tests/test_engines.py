@@ -239,6 +239,26 @@ def test_what_is_no_saved_cache_is_refused_in_a_sentence(kept: Kept, tmp_path: P
         read(tmp_path / "none")
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8_e4m3"])
+def test_one_changed_bit_anywhere_in_a_saved_cache_is_noticed(kept: Kept, tmp_path: Path, kind: str) -> None:
+    truth, ids, path = kept.truth(PROMPT), torch.tensor(PROMPT), tmp_path / "x.safetensors"
+    scales = None
+    if kind != "bf16":
+        truth = [(k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)) for k, v in truth]
+        scales = CacheScales.none(len(truth), HEADS)
+    good = pack(SpooledCache(ids, truth, kind, scales))
+    path.write_bytes(good)
+    assert same(read(path).layers, truth)
+    begin = 8 + int.from_bytes(good[:8], "little")
+    places = [begin, len(good) - 1, *np.random.default_rng(5).integers(begin, len(good), 60).tolist()]
+    for place in [*places, *range(0, begin, 7)]:
+        bad = bytearray(good)
+        bad[place] ^= 1 << place % 8
+        path.write_bytes(bad)
+        with pytest.raises(DataError, match="no saved cache"):
+            read(path)
+
+
 # ---------------------------------------------------------------- what vLLM says and asks
 def config_of(kept: Kept, **extra: Any) -> Any:
     model = Namespace(model=kept.job.model.path, dtype=torch.bfloat16, quantization=None, hf_overrides={})

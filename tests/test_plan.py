@@ -15,7 +15,7 @@ from pipeline.calibration import SAMPLE_PROMPTS, choose_sample
 from pipeline.options import Options, Verify
 from pipeline.plan import Bad, Prompt, admit, group_prompts, make_plan
 from pipeline.prompts import part_name, work_items
-from pipeline.ray_runtime import Cluster, check_shared, choose_device, divide
+from pipeline.ray_runtime import Cluster, check_shared, choose_device, connected, divide
 from pipeline.work import Group, make_group
 
 CHUNK = 4
@@ -222,6 +222,11 @@ def test_two_cores_are_shared_by_one_encoder_and_one_verifier() -> None:
     more = replace(LAPTOP, cpus=6, cores=2)  # as it is started for two actors
     both = divide(more, device="cpu", actors=2, gpus_per_actor=None, groups=9, verify=False, actor_bytes=1 << 30)
     assert (both.encoders, both.encode_cpus) == (2, 1)
+
+
+def test_more_actors_than_a_machine_serves_are_refused_before_ray_starts() -> None:
+    with pytest.raises(UserError, match="100000 actors are too many for the"), connected(100_000):
+        pass
 
 
 def test_actors_fit_into_memory_and_are_no_more_than_groups() -> None:

@@ -11,11 +11,13 @@ import pytest
 from codec.errors import UserError
 from pipeline.actors import EncodeActor
 from pipeline.audit import audit
+from pipeline.calibration import Calibrator, choose_sample
 from pipeline.options import Options, parse_bytes
+from pipeline.paths import predictor_path
 from pipeline.prepare import prepare
 from pipeline.quota import Budget, Quota, room, store_bytes
 from pipeline.store import Store, StoreFull
-from tests.made_store import make, options_of
+from tests.made_store import CHUNK, DEVICE, make, options_of, tokenise
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5", "lots", "5 apples", "1e9", "NaN"])
+@pytest.mark.parametrize("text", ["", "0", "-5", "lots", "5 apples", "1e9", "NaN", "9" * 400, "9999999999T"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UserError, match="is no size"):
         Options("m", "c", "s", max_store_bytes=text).check()
@@ -82,6 +84,21 @@ def test_a_job_stops_at_the_limit_and_goes_on_when_it_is_raised(tiny_model: Path
     assert make(options, LimitedActor).computed() < 7 * 32
     found = audit(store, grace=0.0, selects=lambda key: True)
     assert found.faults == [] and found.rows == found.blobs == 7
+
+
+def test_calibration_stops_at_the_limit_too(tiny_model: Path, tmp_path: Path) -> None:
+    prepared = prepare(options_of(tiny_model, tmp_path))
+    store, samples = prepared.job.store, choose_sample(tokenise(prepared), CHUNK)
+    few = Calibrator(prepared.job, DEVICE, LocalQuota(Budget(10), 10))
+    with pytest.raises(StoreFull, match=r"predictors/.* was not written: .* would pass --max-store-bytes 10"):
+        few.build(few.ranges(samples), samples)
+    assert list(store.list("predictors")) == []
+    enough = Budget(10**6)
+    actor = Calibrator(prepared.job, DEVICE, LocalQuota(enough, 10**6))
+    predictor = actor.build(actor.ranges(samples), samples)
+    left = enough.take(0)
+    assert left == 10**6 - store.size(predictor_path(predictor))
+    assert actor.build(actor.ranges(samples), samples) == predictor and enough.take(0) == left  # it was there
 
 
 def test_a_full_store_is_refused_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from jobs.report import main
+from pipeline.collect import collect
 from pipeline.current import point_first
 from pipeline.reporting import charts
 from pipeline.reporting.charts import Axis, Frame, Point, Series
-from pipeline.reporting.facts import PromptFacts
+from pipeline.reporting.facts import PromptFacts, gather
 from pipeline.reporting.frontier import from_files, from_runs
 from pipeline.reporting.prefixes import blocks, sharing
 from pipeline.runs import write_run
 from tests.browser import rendered, screenshot
+from tests.made_store import Made
 from tests.stored import Kept, tokens_of
 from tests.test_runs import record
 
@@ -120,6 +122,18 @@ def test_in_a_browser_it_is_drawn_in_light_and_dark(page: Path, tmp_path: Path) 
     assert papers[0] > 600 > 150 > papers[1]
 
 
+def test_a_compacted_index_counts_no_chunk_twice(made: Made, tmp_path: Path) -> None:
+    """Parts that were merged lie beside the merged one for a while."""
+
+    def chunks() -> list[tuple[int, int]]:
+        return [(gen.chunks, gen.sums["tokens"]) for gen in gather(made.store, print).generations]
+
+    before = chunks()
+    assert collect(made.store, 7 * 24 * 3600.0, print, compact=True).merged == 2
+    assert chunks() == before == [(7, 184)]
+    assert main(["--store", made.store.uri, "--out", str(tmp_path / "r.html")]) == 0
+
+
 # ---------------------------------------------------------------- usage
 def test_an_empty_store_has_a_page_too(tmp_path: Path) -> None:
     from pipeline.store import Store
@@ -144,6 +158,14 @@ def test_bad_requests_are_one_sentence(
     assert main(["--store", str(tmp_path), *(text.format(tmp_path) for text in more)]) == 2
     errors = capsys.readouterr().err
     assert said in errors and "Traceback" not in errors and not (tmp_path / "r.html").exists()
+
+
+def test_a_folder_that_may_not_be_written_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_, **__: False)  # root may write anywhere
+    assert main(["--store", str(tmp_path / "none"), "--out", str(tmp_path / "r.html")]) == 2
+    assert "may not be written to" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the ladder, prefixes, charts

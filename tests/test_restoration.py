@@ -366,6 +366,9 @@ def test_requests_that_cannot_be_met(kept: Kept, tmp_path: Path, make_tiny_model
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             pipeline.restore(kept.store, model, PROMPT)
+    kept_as = f"caches of '{kept.job.model.name}' in bf16, not in fp16"
+    with pytest.raises(UserError, match=kept_as):
+        pipeline.restore(kept.store, kept.job.model.name, PROMPT, cache_dtype="fp16")
     with pytest.raises(UserError, match="no store"):
         pipeline.restore(str(tmp_path / "none"), hex_of(kept), PROMPT)
     with pytest.raises(UserError, match="dtype"):

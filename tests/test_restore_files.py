@@ -16,9 +16,10 @@ from safetensors import safe_open
 
 import codec
 import pipeline
-from codec.errors import ChunkFailed, StorageError
+from codec.errors import ChunkFailed, DataError, StorageError, UserError
 from pipeline.restoration.batch import BatchRestorer, Outcome, Request
 from pipeline.restoration.catalogue import Catalogue, token_array
+from pipeline.restoration.earlier import EarlierFiles
 from pipeline.restoration.files import AtomicFile, file_name, layout, stream
 from pipeline.restoration.pool import make_batches
 from pipeline.restoration.restorer import Workshop
@@ -180,6 +181,48 @@ def test_batches_hold_at_most_so_many_tokens_and_keep_like_prompts_together(kept
     next(make_batches(source(), 1, 2))  # type: ignore[arg-type]
     assert taken == ["a", "d"]
     assert list(islice(make_batches([], 10, 10), 1)) == []
+
+
+# ---------------------------------------------------------------- files of an earlier run
+def restored(kept: Kept, folder: Path, ids: list[int], layers: tuple[int, int] | None = None) -> Path:
+    """The file of a prompt, whose longest stored prefix may be a part of it."""
+    BatchRestorer(Workshop(kept.store), layers=layers).run(requests(kept, folder, {"x": ids}))
+    return folder / "x.safetensors"
+
+
+def is_whole(kept: Kept, path: Path, ids: list[int], layers: tuple[int, int] | None = None) -> bool:
+    catalogue = Catalogue(kept.store, kept.job.target)
+    return EarlierFiles(catalogue, layers).is_whole(path, catalogue.find(token_array(ids))[0])
+
+
+def test_a_file_stays_as_long_as_it_holds_all_that_is_stored(own: Kept, tmp_path: Path) -> None:
+    longer = PROMPTS["c"] + tokens_of(8, CHUNK)
+    path = restored(own, tmp_path, longer)
+    assert metadata(path)["tokens"] == str(len(SHARED)) and is_whole(own, path, longer)
+    own.put({"longer": longer})
+    assert not is_whole(own, path, longer) and is_whole(own, path, PROMPTS["c"])
+    assert is_whole(own, restored(own, tmp_path, longer), longer)
+
+
+def test_a_file_of_something_else_is_never_taken_for_it(kept: Kept, tmp_path: Path) -> None:
+    path = restored(kept, tmp_path, PROMPTS["a"])
+    for ids in (PROMPTS["b"], PROMPTS["c"], PROMPTS["d"], tokens_of(99, 40)):
+        with pytest.raises(UserError, match=r"another cache than .*--overwrite"):
+            is_whole(kept, path, ids)
+    with pytest.raises(UserError, match="holds layers 0:3, and asked for are 1:3"):
+        is_whole(kept, path, PROMPTS["a"], (1, 3))
+    part = restored(kept, tmp_path, PROMPTS["a"], (1, 3))
+    assert is_whole(kept, part, PROMPTS["a"], (1, 3))
+    with pytest.raises(UserError, match="holds layers 1:3, and asked for are 0:3"):
+        is_whole(kept, part, PROMPTS["a"])
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_a_file_that_was_cut_short_is_said(kept: Kept, tmp_path: Path, keep: int) -> None:
+    path = restored(kept, tmp_path, PROMPTS["d"])
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match="not all of it"):
+        is_whole(kept, path, PROMPTS["d"])
 
 
 # ---------------------------------------------------------------- files

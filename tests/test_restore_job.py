@@ -258,5 +258,8 @@ def test_prompt_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(UserError, match=name):
             read_prompt_file(str(tmp_path / name))
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "text": "x"}')
+    with pytest.raises(UserError, match=r"prompts\.jsonl is a corpus .*--corpus"):
+        read_prompt_file(str(tmp_path / "prompts.jsonl"))
     with pytest.raises(UserError, match=r"nothing\.txt"):
         read_prompt_file(str(tmp_path / "nothing.txt"))

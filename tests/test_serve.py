@@ -181,7 +181,7 @@ def test_what_keeps_it_from_starting_is_one_sentence(tiny_model: Path, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"port": 70000}, "--port"), ({"replicas": 0}, "--replicas"), ({"concurrency": 0}, "--concurrency"),
+        ({"port": 70000}, "--port"), ({"host": " "}, "--host"), ({"replicas": 0}, "--replicas"), ({"concurrency": 0}, "--concurrency"),
         ({"waiting": -1}, "--waiting"), ({"keep_decoded": "lots"}, "--keep-decoded"),
         ({"max_body": 0}, "--max-body"), ({"max_tokens": -1}, "--max-tokens"), ({"deadline": 0.0}, "--deadline"),
         ({"refresh": float("inf")}, "--refresh"), ({"device": "tpu"}, "--device"), ({"cache_dtype": "x"}, "--cache-dtype"),
@@ -191,3 +191,11 @@ def test_what_keeps_it_from_starting_is_one_sentence(tiny_model: Path, tmp_path:
 def test_options_that_cannot_be(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         replace(ServeOptions("s", "m"), **changes).check()
+
+
+@pytest.mark.parametrize("token", ["h\u00fcsh", " hush", "hush\n"])
+def test_a_token_that_no_header_carries_is_refused(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_TEST_BEARER", token)
+    with pytest.raises(UserError, match="plain ASCII") as error:
+        replace(ServeOptions("s", "m"), token_env="KV_TEST_BEARER").check()
+    assert "sh" not in str(error.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from codec.keys import chunk_keys, root_key
 from pipeline import index
 from pipeline.corpus import BadRecord, Record, parse_record, read_corpus
+from pipeline.options import read_salt
 from pipeline.prepare import prepare
 from pipeline.prompts import PART_SCHEMA, PromptReader, load_part, part_bytes, part_name
 from pipeline.tenancy import Roots, tenant_name
@@ -51,6 +53,11 @@ def test_the_same_prompt_under_two_salts_shares_nothing(
     everything += repr((made.plan, made.results, made.job)).encode()
     for salt in SALTS:
         assert salt.encode() not in everything and json.dumps(salt).encode() not in everything
+
+
+def test_a_salt_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_TEST_SALT", os.fsdecode(b"\xff\x01x"))
+    assert read_salt("KV_TEST_SALT") == b"\xff\x01x"
 
 
 def test_a_salt_in_a_record_and_in_the_environment_is_the_same_tenant(

@@ -339,7 +339,15 @@ def test_a_model_or_a_target_is_chosen(made: Made, capsys: pytest.CaptureFixture
     assert main([*arguments, "--model", "another"]) == 2
     assert main([*arguments, "--target", "zz"]) == 2
     assert main([*arguments, "--sample", "2"]) == 2
+    assert main([*arguments, "--sample", "nan"]) == 2
+    assert main([*arguments, "--report", "found.json"]) == 2
+    assert main([*arguments, "--rounds", "1"]) == 2
+    assert main([*arguments, "--watch", "--report", "no/where/found.json"]) == 2
     assert "error: " in capsys.readouterr().err
+    for flag, text in (("--device", "tpu"), ("--every", "9" * 20 + "d"), ("--grace", "-1")):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, flag, text])
+        assert ended.value.code == 2 and f"argument {flag}: " in capsys.readouterr().err
     assert set(KINDS) == {"missing", "corrupt", "orphaned", "mismatched"}
 
 

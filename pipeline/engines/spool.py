@@ -1,13 +1,15 @@
 """Caches that an engine computed, as files that wait to be compressed: one safetensors file a prompt.
 
 layers.N.key and layers.N.value, [kv_heads, tokens, head_dim] as in restored files; token_ids, int64 [tokens]; of an FP8 cache also
-scales, float32 [layers, 2 (K, V), heads]. A file is named for its tokens, so a prompt that comes again is written once.
+scales, float32 [layers, 2 (K, V), heads]. A file is named for its tokens, so a prompt that comes again is written once. Its checksum
+covers tokens and values: what was damaged while it waited is never stored as an engine's cache.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from codec.checksums import digest
 from codec.errors import DataError, StorageError, UserError
 from codec.formats import FORMATS, number_format
 from codec.keys import content_id
@@ -76,8 +79,18 @@ def pack(cache: SpooledCache) -> bytes:
     if cache.scales is not None:
         tensors["scales"] = torch.from_numpy(cache.scales.values.copy())
         more["scale_mode"] = cache.scales.mode
-    found: bytes = save(tensors, more)
+    found: bytes = save(tensors, more | {"checksum": _checksum(tensors, more)})
     return found
+
+
+def _checksum(tensors: Mapping[str, Tensor], said: Mapping[str, str]) -> str:
+    """xxh3-128 of all that a file holds: what it says, and name, shape, dtype and bytes of every tensor. Hexadecimal."""
+    parts = [json.dumps(sorted(said.items())).encode()]
+    for name in sorted(tensors):
+        values = tensors[name].detach().cpu().contiguous()
+        parts.append(f"{name} {values.dtype} {list(values.shape)} ".encode())
+        parts.append(digest(values.view(torch.uint8).numpy().tobytes()))
+    return digest(b"".join(parts)).hex()
 
 
 def read(path: Path) -> SpooledCache:
@@ -94,8 +107,20 @@ def read(path: Path) -> SpooledCache:
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     try:
-        return _parse(load(data), _metadata(data))
-    except (SafetensorError, KeyError, ValueError, DataError) as error:
+        tensors, said = load(data), _metadata(data)
+        if said.pop("checksum") != _checksum(tensors, said):
+            raise ValueError("its checksum differs, so it was changed after it was saved")
+        return _parse(tensors, said)
+    except (
+        SafetensorError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+        DataError,
+    ) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise DataError(f"{path} is no saved cache: {reason}") from error
 

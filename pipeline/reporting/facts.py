@@ -178,7 +178,7 @@ def _figures(
     for path, part in index.iter_parts(store, target=gen.target, profile=gen.profile, columns=columns, broken=broken):
         keys = part["key"].to_pylist()
         fresh = [number for number, key in enumerate(keys) if key not in sizes]
-        table = part.take(fresh)
+        table = part.take(pa.array(fresh, pa.int64()))  # a list may be empty, and then says no type
         sizes |= dict(zip(table["key"].to_pylist(), table["stored_bytes"].to_pylist(), strict=True))
         facts.chunks += len(table)
         facts.sums.update({name: int(table[name].to_numpy().sum()) for name in _SUMS})

@@ -93,17 +93,23 @@ def stream(restored: Restoration, plan: Layout, layers: Iterator[tuple[int, Pair
         yield from layer_bytes(pair, fmt)
 
 
-def stored_target(path: Path) -> str:
-    """Fingerprint of the target whose cache a file holds, hex. Raises DataError where it does not say."""
+def read_metadata(path: Path) -> dict[str, str]:
+    """The target, digest, layers and heads that a restored file names. Raises DataError where it does not, or is cut short."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise ValueError("it has no header")
-            return str(json.loads(file.read(length))["__metadata__"]["target"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            entries = json.loads(file.read(length))
+            size = os.fstat(file.fileno()).st_size
+        found = {name: str(entries["__metadata__"][name]) for name in ("target", "digest", "layers", "heads")}
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        if size != 8 + length + max(ends):
+            raise ValueError("it is cut short")
+        return found
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:
         raise DataError(
-            f"the file {path} is none that was restored ({type(error).__name__}); pass --overwrite or move it"
+            f"the file {path} is none that was restored, or not all of it ({type(error).__name__}); pass --overwrite or move it"
         ) from None
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from codec.errors import StorageError, UserError
 from codec.keys import content_id
 from pipeline import ray_runtime
-from pipeline.corpus import BadRecord, Record, list_corpus, parse_record, read_corpus
+from pipeline.corpus import EXTENSIONS, BadRecord, Record, list_corpus, parse_record, read_corpus
 from pipeline.model_source import load_tokenizer, resolve_model
 from pipeline.options import CACHE_FORMATS, DEVICES, read_salt
 from pipeline.progress import Counts, Display
@@ -25,7 +25,8 @@ from pipeline.render import BadPrompt, token_ids
 from pipeline.report import duration, say
 from pipeline.restoration.batch import Outcome, Request
 from pipeline.restoration.catalogue import MAX_TOKENS, Catalogue, token_array
-from pipeline.restoration.files import file_name, stored_target
+from pipeline.restoration.earlier import EarlierFiles
+from pipeline.restoration.files import file_name
 from pipeline.restoration.pool import DecodePool, PoolSettings, make_batches
 from pipeline.restoration.span import parse_range
 from pipeline.restoration.targets import find_target
@@ -172,8 +173,9 @@ def _settings(options: RestoreOptions, catalogue: Catalogue, cluster: Cluster) -
 def _requests(
     options: RestoreOptions, catalogue: Catalogue, records: _Records, out: Path, totals: Totals
 ) -> Iterator[Request]:
-    """A request a record whose file is not there yet."""
+    """A request a record whose file is not there yet, or holds less than is stored by now."""
     salt = read_salt(options.salt_env)
+    earlier = EarlierFiles(catalogue, parse_range("--layers", options.layers), parse_range("--heads", options.heads))
     seen: dict[str, bytes] = {}
     for identity, ids in records:
         array = token_array(ids)
@@ -185,15 +187,10 @@ def _requests(
             continue  # a copy
         totals.asked += 1
         path = out / file_name(identity)
-        if path.exists() and not options.overwrite:
-            if (target := stored_target(path)) != catalogue.target.hex():
-                raise UserError(
-                    f"the file {path} holds the cache of target {target[:16]}, and readers follow {catalogue.target.hex()[:16]} now; pass "
-                    "--overwrite or another --out"
-                )
+        matches, found = catalogue.find(array, salt)
+        if not options.overwrite and path.exists() and earlier.is_whole(path, matches):
             totals.kept += 1
             continue
-        matches, found = catalogue.find(array, salt)
         yield Request(identity, array, tuple(matches), str(path), tuple(found))
 
 
@@ -253,6 +250,8 @@ def _tokenizer(model: str) -> Any:
 def read_prompt_file(path: str) -> Record:
     """One prompt: a record of a corpus in *.json (its id may be left out), or text in any other file. Raises UserError."""
     file = Path(path)
+    if path.lower().endswith(EXTENSIONS):
+        raise UserError(f"the prompt file {path} is a corpus by its name; pass it with --corpus")
     try:
         if file.stat().st_size > MAX_FILE:
             raise UserError(f"the prompt file {path} is over {MAX_FILE >> 20} MiB; put the prompts into a corpus")

@@ -54,6 +54,10 @@ class ServeOptions:
 
     def check(self) -> None:
         """Raise UserError for the first value that cannot be."""
+        if not self.host.strip():
+            raise UserError(
+                "--host is empty, which would be every address of this machine; write 0.0.0.0 if that is meant"
+            )
         for name in ("port", "replicas", "concurrency", "max_body", "max_tokens"):
             top = 65535 if name == "port" else 2**31 - 1
             if not 1 <= getattr(self, name) <= top:
@@ -81,12 +85,16 @@ class ServeOptions:
 
 
 def read_token(name: str | None) -> str:
-    """The bearer token in the environment variable of that name; "" where there is no name. UserError where it is not set."""
+    """The bearer token in the environment variable of that name; "" where there is no name. UserError where it is no token."""
     if name is None:
         return ""
     value = os.environ.get(name, "")
     if not value:
         raise UserError(f"the environment variable {name} that --token-env names is unset or empty")
+    if not value.isascii() or value != value.strip():
+        raise UserError(
+            f"the token in the environment variable {name} is not plain ASCII without spaces around it, as a header needs"
+        )
     return value
 
 

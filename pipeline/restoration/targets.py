@@ -43,6 +43,12 @@ def find_target(store: Store, model: str | os.PathLike[str], cache_dtype: str | 
         named = targets_named(store, text, cache_dtype)
         if named:
             return _only(store, text, named)
+        other = targets_named(store, text, None) if cache_dtype is not None else {}
+        if other:
+            formats = sorted(set().union(*other.values()))
+            raise UserError(
+                f"the store {store.uri} holds caches of {text!r} in {' and '.join(formats)}, not in {cache_dtype}"
+            )
         if "/" not in text:
             raise UserError(
                 f"the model {text!r} is no folder or file here, no fingerprint, and no name in the index of {store.uri}"
