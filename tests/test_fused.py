@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec import exact
-from codec.predictor import fused, linear
+from codec.predictor import fused, fused_attention, linear
 from codec.predictor.attention import Seen, attend
 from codec.predictor.decoder import DecoderRun
 from codec.predictor.linear import Inputs, Linear, quantise_weight
@@ -154,9 +154,9 @@ def test_scores_at_and_beyond_the_limit():
     )
     bias = torch.tensor([[[0.0, 0.0, -1e30, 3.0]]])
     t = (scores * key).to(torch.float32) * query + bias
-    t = t.clamp(-LIMIT, LIMIT).masked_fill(~allowed, -LIMIT)
+    t = t.clamp(-LIMIT, LIMIT).masked_fill(~allowed, -2 * LIMIT)
     want = exact.weights_from_scores(t, None)
-    got = fused.weights(scores.clone(), key, query, bias, allowed, LIMIT)
+    got = fused_attention.weights(scores.clone(), key, query, bias, allowed, LIMIT, -2 * LIMIT)
     same(got[0], want[0])
     same(got[1], want[1])
 

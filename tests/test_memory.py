@@ -15,6 +15,7 @@ from torch import Tensor
 import codec
 from codec.predictor import memory
 from codec.predictor.decoder import DecoderRun
+from codec.predictor.far import SINKS
 from tests import codec_samples as samples
 from tests.float_model import world
 from tests.test_prefix import CHUNK, stored
@@ -77,6 +78,32 @@ def test_of_windows_a_state_holds_centroids_too() -> None:
     far = [m.far for m in state.layers]
     assert held(tensors_of(state.layers)) == 400 * token_bytes() + held(tensors_of(far))
     assert held(tensors_of(far)) < 400 * token_bytes() / 8
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(1, 17), (5, 9), (32, 20), (32, 32), (32, 50), (48, 32)])
+def test_a_state_that_forgets_goes_on_as_one_that_holds_all(
+    window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "PIECE", 32)
+    p, ids = predictor(window), samples.tokens(60 if window == 1 else 300, vocab=257)
+    state, whole = p.new_state(forgets=True), p.new_state()
+    sizes = []
+    for begin in range(0, len(ids), chunk):
+        part = ids[begin : begin + chunk]
+        for got, want in zip(samples.guesses(p, state, part), samples.guesses(p, whole, part), strict=True):
+            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+        p.advance(state, part)
+        p.advance(whole, part)
+        assert {m.tokens for m in state.layers} == {begin + len(part)} == {state.length}
+        sizes.append(held(tensors_of([m.pieces for m in state.layers])))
+    near = (
+        SINKS + 2 * window + 2 * max(chunk, memory.PIECE)
+    )  # the window, and what of a first and a last piece is in it
+    assert max(sizes) <= near * token_bytes() and (window == 1 or near < len(ids))
+    with pytest.raises(ValueError, match="forgets"):
+        state.truncate(len(ids) - 1)
+    state.truncate(0)
+    assert not held(tensors_of(state.layers))
 
 
 def test_a_pass_shares_what_its_state_holds() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 import codec
 from codec import errors, exact
 from codec.predictor import fused
-from codec.predictor.attention import Seen, attend, block_length
-from codec.predictor.far import NONE, ROUNDS, SHARE, SINKS, far, log2
+from codec.predictor.attention import Seen, attend, block_length, runs
+from codec.predictor.far import NONE, ROUNDS, SHARE, SINKS, VALUE_UNIT, far, groups_before, log2
 from tests import codec_samples as samples
 
 
@@ -36,6 +36,13 @@ def plain_centroids(keys: list[list[int]], values: list[list[int]]) -> list[tupl
     return [(c, v, len(m)) for c, v, m in zip(centres, held, members, strict=True)]
 
 
+def in_bytes(key: list[int], value: list[int], scale: float) -> tuple[list[int], list[int], float]:
+    """A centroid as it is kept: (key, value, the key's scale) in 8 bits each; values in units of VALUE_UNIT."""
+    shift = max(0, max(abs(x) for x in key).bit_length() - 7)
+    key = [int(np.clip(np.round(x / 2**shift), -127, 127)) for x in key]
+    return key, [int(np.clip(np.round(x / VALUE_UNIT), -127, 127)) for x in value], scale * 2.0**shift
+
+
 def plain_attention(q: Tensor, seen: Seen, step: Tensor, window: int) -> Tensor:
     """Every query against every key that it may see, and the centroids of what lies before, one query at a time: the definition."""
     heads, tokens, dim = q.shape
@@ -50,7 +57,7 @@ def plain_attention(q: Tensor, seen: Seen, step: Tensor, window: int) -> Tensor:
         ]
         for t in range(tokens):
             place = total - tokens + t
-            behind = max(0, place - window + 1 - SINKS) // window if window else 0
+            behind = max(0, place // window * window - SINKS) // window if window else 0
             begin = SINKS + behind * window if behind else 0
             may = rows[: min(SINKS, place + 1)] + rows[max(begin, SINKS) : place + 1]
             for g in range(behind):
@@ -59,7 +66,8 @@ def plain_attention(q: Tensor, seen: Seen, step: Tensor, window: int) -> Tensor:
                 k = [[int(np.round(float(x) * rows[i][1] / scale)) for x in rows[i][0]] for i in group]
                 for key, value, n in plain_centroids(k, [[int(x) for x in rows[i][2]] for i in group]):
                     bias = float(np.float32(log2(n) if n else NONE))
-                    may.append((torch.tensor(key).double(), scale, torch.tensor(value).double(), bias))
+                    key, value, own = in_bytes(key, value, scale)
+                    may.append((torch.tensor(key).double(), own, torch.tensor(value).double() * VALUE_UNIT, bias))
             scores = torch.stack([(qi[h, t].double() * k).sum() * s for k, s, _, _ in may])
             biases = torch.tensor([b for *_, b in may])
             scaled = scores.float() * (qs[h, t] * (exact.LOG2E / dim**0.5)) + biases
@@ -103,9 +111,11 @@ def test_windows_are_cut_before_anything_is_computed(monkeypatch: pytest.MonkeyP
     assert block_length(4, 10**4, 32) == 64
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("window", [16, 48, 200])
-def test_centroids_are_lloyds(window: int) -> None:
+def test_centroids_are_lloyds(window: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties, keys that are all alike (so that centroids stay empty), and keys of very different sizes."""
+    monkeypatch.setattr(fused, "ENABLED", compiled)
     generator = torch.Generator().manual_seed(window)
     keys = torch.randint(-3, 4, (2, 2 * window, 4), generator=generator).to(torch.int16)
     keys[0, :window] = 7
@@ -119,10 +129,24 @@ def test_centroids_are_lloyds(window: int) -> None:
             most = scale[j, part].max()
             whole = torch.round(keys[j, part] * (scale[j, part] / most)).to(torch.int64).tolist()
             want = plain_centroids(whole, values[j, part].tolist())
-            assert found.keys[j, own].tolist() == [k for k, _, _ in want]
-            assert found.values[j, own].tolist() == [v for _, v, _ in want]
+            small = [in_bytes(k, v, float(most)) for k, v, _ in want]
+            assert found.keys[j, own].tolist() == [k for k, _, _ in small]
+            assert found.values[j, own].tolist() == [v for _, v, _ in small]
             assert found.bias[j, own, 0].tolist() == [float(np.float32(log2(n) if n else NONE)) for *_, n in want]
-            assert (found.key_scale[j, own] == most).all()
+            assert found.key_scale[j, own, 0].tolist() == [s for _, _, s in small]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 64])
+def test_runs_change_where_another_group_is_left_behind(window: int) -> None:
+    places = {place: behind for begin, end, behind in runs(3, 300, window) for place in range(begin, end)}
+    assert list(places) == list(range(3, 300))
+    for place, behind in places.items():
+        assert behind == groups_before(place, window)
+        seen = place + 1 - behind * window
+        assert seen >= min(place + 1, window), "the window holds as many tokens, the sinks among them"
+        assert seen <= 2 * window + SINKS + window, "and not many more"
+    starts = [begin for begin, *_ in runs(3, 300, window)]
+    assert all(begin % window == 0 for begin in starts[1:])
 
 
 def test_logarithms_in_whole_numbers() -> None:

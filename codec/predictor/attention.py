@@ -1,109 +1,69 @@
 """Causal attention in exact arithmetic, over all earlier tokens, or over the first few, a window of the last ones and what stands for
-those between (codec.predictor.far)."""
+those between (codec.predictor.far).
+
+Queries go in runs that have the same groups before their windows. What a run sees is `near`: the sinks and what follows in its windows,
+of which each query sees one token more than the one before it; and `far`: centroids, all of which each of them sees.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from codec import exact
-from codec.predictor import fused
-from codec.predictor.far import SINKS, Far, centroids, groups_before
+from codec.predictor import fused, fused_attention
+from codec.predictor.far import SINKS, VALUE_UNIT, Far, centroids, groups_before, groups_end
 from codec.predictor.memory import Seen, window_begin
 
-_SCORES_AT_ONCE = 1 << 18  # float64 scores held at a time, a multiple of the L2 cache rather than T x T
+_SCORES_AT_ONCE = 1 << 18  # scores held at a time, a multiple of the L2 cache rather than T x T
+_MOST_QUERIES = 64  # more at a time multiply too much with what most of them do not see yet
 _SCORE_LIMIT = 1e30
+_UNSEEN = -2e30  # below all scores, so that what a query may not see has no weight even beside the least of them
 _LIMB_TOKENS = 1 << 17  # fewer keys than these: sums of int8 products stay below 2**31
 
 
-@dataclass
-class _Part:
-    """What of every token, along an axis, and of every centroid: the same for both."""
-
-    tokens: Tensor
-    far: Tensor | None
-    axis: int
-
-
-class _Visible:
-    """What queries may see, cut down block by block. parts: without what the first query's window has left behind, `near` on."""
-
-    def __init__(self, parts: list[_Part], total: int, near: int, window: int) -> None:
-        device = parts[0].tokens.device
-        self._window, self._device, self._near, self._parts = window, device, near, parts
-        self._place = self._pick(torch.arange(total, device=device), near, total, 0)
-        if window:
-            # Queries before `until` see a token, those from there on its group's centroids.
-            until = (torch.arange(1, total // window + 2, device=device) + 1) * window + (SINKS - 1)
-            tokens = until.repeat_interleave(window)[: total - SINKS] if total > SINKS else until[:0]
-            sinks = torch.full((min(SINKS, total),), total, device=device)
-            self._until = self._pick(torch.cat([sinks, tokens]), near, total, 0)
-            self._since = until.repeat_interleave(centroids(window))
-
-    @staticmethod
-    def _pick(t: Tensor, near: int, end: int, axis: int) -> Tensor:
-        """Along an axis: all before `end`, without what lies between the sinks and `near`."""
-        if not near:
-            return t.narrow(axis, 0, end)
-        return torch.cat([t.narrow(axis, 0, SINKS), t.narrow(axis, near, end - near)], axis)
-
-    def block(self, begin: int, end: int) -> tuple[list[Tensor], Tensor]:
-        """For queries begin .. end - 1: n tokens and centroids of each part, and which each query may see: bool [queries, n]."""
-        gap = self._near - SINKS if self._near else 0  # tokens already left out
-        near = window_begin(begin, self._window)
-        near = near - gap if near > self._near else 0
-        place = self._pick(self._place, near, end - gap, 0)
-        query = torch.arange(begin, end, device=self._device)[:, None]
-        allowed, count = place <= query, 0
-        if self._window:
-            allowed &= query < self._pick(self._until, near, end - gap, 0)
-            count = centroids(self._window) * groups_before(end - 1, self._window)
-            allowed = torch.cat([allowed, query >= self._since[:count]], 1)
-        return [self._of(part, near, end - gap, count) for part in self._parts], allowed
-
-    def _of(self, part: _Part, near: int, end: int, count: int) -> Tensor:
-        tokens = self._pick(part.tokens, near, end, part.axis)
-        if not count:
-            return tokens
-        assert part.far is not None, "with_far comes before attend"
-        return torch.cat([tokens, part.far.narrow(part.axis, 0, count)], part.axis)
-
-
 def block_length(heads: int, total: int, window: int) -> int:
-    """Queries at a time."""
-    if not window:
-        return max(1, _SCORES_AT_ONCE // (heads * total))
-    most = max(64, window)  # so that no block sees much more than its windows hold
-    visible = SINKS + 2 * window + most + centroids(window) * groups_before(total, window)
-    return max(1, min(most, _SCORES_AT_ONCE // (heads * min(total, visible))))
+    """Queries at a time, of so many heads."""
+    visible = total
+    if window:
+        visible = min(total, SINKS + 2 * window + centroids(window) * groups_before(total, window))
+    return max(1, min(_MOST_QUERIES, _SCORES_AT_ONCE // (heads * visible)))
+
+
+def runs(first: int, total: int, window: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, groups): the queries `first` .. total - 1 in runs, and how many groups lie before their windows."""
+    while first < total:
+        groups = groups_before(first, window) if window else 0
+        end = min(total, groups_end(groups, window)) if window else total
+        yield first, end, groups
+        first = end
 
 
 def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
     """Causal attention of one sequence: q float32 [H, T, D] -> float32 [T, H * D], over blocks of queries.
 
-    value_step: float32 [J, 1, 1], powers of two; window: the last tokens that are seen themselves, at least, besides the sinks; 0 for all.
+    value_step: float32 [J, 1, 1], powers of two; window: tokens that are seen themselves, at least, the sinks among them; 0 for all.
     """
     (heads, tokens, dim), kv_heads, total = q.shape, len(seen.keys), seen.total
     groups, first = heads // kv_heads, total - tokens
-    near = window_begin(first, window)
-    seen = seen.with_far(window).near(near)
+    seen = seen.with_far(window).near(window_begin(first, window))
     to_base_2 = exact.LOG2E / math.sqrt(dim)  # exact: a constant, one rounding
     in_limbs = fused.serves(q.device) and exact.int8_kernel_serves(q.device) and total < _LIMB_TOKENS
     way = _InLimbs(q, seen, value_step) if in_limbs else _Whole(q, seen, value_step)
     qs = way.query_scale.view(kv_heads, groups, tokens, 1) * to_base_2
-    visible = _Visible(way.parts, total, near, window)
-    step = block_length(heads, total, window)
+    step = block_length(groups if in_limbs else heads, total, window)
     out = torch.empty(tokens, heads * dim, device=q.device)
-    for begin in range(0, tokens, step):
-        end = min(begin + step, tokens)
-        parts, allowed = visible.block(first + begin, first + end)
-        scale = qs[:, :, begin:end].reshape(kv_heads, -1, 1)
-        o = way.block(begin, end, parts, scale, allowed).view(kv_heads, groups, end - begin, dim)
-        out[begin:end].view(-1, kv_heads, groups, dim).copy_(o.permute(2, 0, 1, 3))
+    for begin, end, behind in runs(first, total, window):
+        hidden = behind * window  # tokens after the sinks that the run does not see
+        way.look(hidden - seen.gap, end - seen.gap, behind * centroids(window) if behind else 0)
+        for at in range(begin, end, step):
+            part, to = slice(at - first, min(at + step, end) - first), min(at + step, end)
+            scale = qs[:, :, part].reshape(kv_heads, -1, 1)
+            o = way.block(part, to - hidden, at + 1 - hidden, scale).view(kv_heads, groups, to - at, dim)
+            out[part].view(-1, kv_heads, groups, dim).copy_(o.permute(2, 0, 1, 3))
     return out
 
 
@@ -114,19 +74,35 @@ class _Whole:
         integers, self.query_scale = fused.row_integers(q) if fused.serves(q.device) else exact.row_integers(q)
         kv_heads, (_, tokens, dim) = len(seen.keys), q.shape
         self._q = integers.view(kv_heads, -1, tokens, dim).to(torch.float64)
-        self.parts = _parts(seen, self._converted, (2, 1, 2, 2))
+        self._all = self._converted(seen, 1.0, torch.zeros_like(seen.key_scale))
+        self._centroids = self._all if seen.far is None else self._converted(seen.far, VALUE_UNIT, seen.far.bias)
+        self._near, self._far = self._all, self._all  # of a run
         self._step = value_step.to(torch.float64)
 
     @staticmethod
-    def _converted(seen: Seen | Far, bias: Tensor) -> list[Tensor]:
+    def _converted(seen: Seen | Far, unit: float, bias: Tensor) -> list[Tensor]:
         keys, values, scale = (t.to(torch.float64) for t in (seen.keys, seen.values, seen.key_scale))
-        return [keys.transpose(1, 2), values, scale.transpose(1, 2), bias.transpose(1, 2)]
+        return [keys, values * unit, scale, bias]
 
-    def block(self, begin: int, end: int, parts: list[Tensor], scale: Tensor, allowed: Tensor) -> Tensor:
-        """Of queries begin .. end - 1: float32 [J, H / J * queries, D]. scale: float32 [J, H / J * queries, 1]."""
-        keys, values, key_scale, bias = parts
-        queries = self._q[:, :, begin:end].reshape(len(keys), -1, self._q.shape[-1])
-        weights, norm = _weights(exact.product(queries, keys), key_scale, scale, bias, allowed)
+    def look(self, skip: int, end: int, far: int) -> None:
+        """The next blocks see tokens before `end` without `skip` of them after the sinks, and the first `far` centroids."""
+        self._near = [_without(t, skip, end) for t in self._all]
+        self._far = [t[:, :far] for t in self._centroids]
+
+    def block(self, part: slice, near: int, visible: int, scale: Tensor) -> Tensor:
+        """Of some queries, the first of which sees `visible` of `near` keys: float32 [J, H / J * queries, D].
+
+        scale: float32 [J, H / J * queries, 1].
+        """
+        keys, values, key_scale, bias = (
+            torch.cat([n[:, :near], f], 1) for n, f in zip(self._near, self._far, strict=True)
+        )
+        queries = self._q[:, :, part]
+        place = torch.arange(keys.shape[1], device=keys.device)
+        sees = torch.arange(visible, visible + queries.shape[2], device=keys.device)[:, None]
+        allowed = (place < sees) | (place >= near)
+        scores = exact.product(queries.reshape(len(keys), -1, keys.shape[-1]), keys.transpose(1, 2))
+        weights, norm = _weights(scores, key_scale.transpose(1, 2), scale, bias.transpose(1, 2), allowed)
         return exact.product(weights, values).div_(norm).mul_(self._step).to(torch.float32)
 
 
@@ -137,49 +113,68 @@ class _InLimbs:
         (heads, tokens, dim), kv_heads = q.shape, len(seen.keys)
         limbs, self.query_scale = fused.limbs(q.reshape(-1, dim))
         low, high = limbs.view(2, kv_heads, heads // kv_heads, tokens, dim)
-        self._low, self._high, self._cross = low, high, torch.cat([high, low], -1)
-        self.parts = _parts(seen, self._converted, (1,) * 6)
+        self._q = torch.cat([high, low], -1)  # against keys with their low limbs first: the cross terms
+        zeros = torch.zeros_like(seen.key_scale)
+        self._all = [fused_attention.split(seen.keys), fused_attention.split(seen.values), seen.key_scale, zeros]
+        far = seen.far
+        self._centroids = self._all if far is None else [far.keys, far.values, far.key_scale, far.bias]
+        self._near, self._far = self._all, self._all  # of a run
         self._steps: list[float] = value_step.flatten().tolist()
 
-    @staticmethod
-    def _converted(seen: Seen | Far, bias: Tensor) -> list[Tensor]:
-        keys, values = (_split(t) for t in (seen.keys, seen.values))
-        return [*keys, torch.cat(keys, 2), torch.cat(values, 2), seen.key_scale.to(torch.float64), bias]
+    def look(self, skip: int, end: int, far: int) -> None:
+        """See _Whole.look."""
+        self._near = [_without(t, skip, end) for t in self._all]
+        self._far = [t[:, :far] for t in self._centroids]
 
-    def block(self, begin: int, end: int, parts: list[Tensor], scale: Tensor, allowed: Tensor) -> Tensor:
+    def block(self, part: slice, near: int, visible: int, scale: Tensor) -> Tensor:
         """See _Whole.block."""
         out = []
         for j, step in enumerate(self._steps):
-            low, high, both, values, *scales = (part[j] for part in parts)
-            sides = ((self._high, high), (self._cross, both), (self._low, low))
-            found = [exact.product_int8(x[j, :, begin:end].reshape(-1, x.shape[-1]), y.T) for x, y in sides]
-            weights, norm = fused.limb_weights(
-                (found[0], found[1], found[2]), scales[0], scale[j], scales[1], allowed, _SCORE_LIMIT
-            )
-            out.append(fused.weighted(exact.product_int8(weights, values), norm, step))
+            queries = self._q[j, :, part].reshape(-1, self._q.shape[-1])
+            keys, values, *scales = (t[j, :near] for t in self._near)
+            far_keys, far_values, *far_scales = (t[j] for t in self._far)
+            weights, far_weights, norm = fused_attention.limb_weights(
+                _products(queries, keys), _far_products(queries, far_keys), (scales, far_scales), scale[j], visible, part.stop - part.start,
+                _SCORE_LIMIT,
+            )  # fmt: skip
+            sums = exact.product_int8(weights, values)
+            far_sums = exact.product_int8(far_weights, far_values) if len(far_values) else None
+            out.append(fused_attention.weighted(sums, far_sums, VALUE_UNIT, norm, step))
         return torch.stack(out)
 
 
-def _parts(seen: Seen, convert: Callable[[Seen | Far, Tensor], list[Tensor]], axes: tuple[int, ...]) -> list[_Part]:
-    """Of tokens and centroids alike; tokens have no bias."""
-    tokens = convert(seen, torch.zeros_like(seen.key_scale))
-    rest = [None] * len(axes) if seen.far is None else convert(seen.far, seen.far.bias)
-    return [_Part(t, f, axis) for t, f, axis in zip(tokens, rest, axes, strict=True)]
+def _without(t: Tensor, skip: int, end: int) -> Tensor:
+    """Along the tokens: all before `end`, without `skip` of them after the sinks."""
+    return torch.cat([t[:, :SINKS], t[:, SINKS + skip : end]], 1) if skip else t[:, :end]
 
 
-def _split(t: Tensor) -> tuple[Tensor, Tensor]:
-    """int16 within exact.ROW_MAX as exact.limbs: int8, low and high."""
-    high = (t + 128) >> 8  # no overflow: ROW_MAX + 128 is the largest int16
-    return (t - (high << 8)).to(torch.int8), high.to(torch.int8)
+def _products(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 [R, n]: of high limbs, of one's high and the other's low ones, of low ones. queries: int8 [R, 2 D], high limbs first; keys:
+    int8 [n, 2 D], low ones first."""
+    dim = keys.shape[1] // 2
+    high, low = (
+        exact.product_int8(queries[:, :dim], keys[:, dim:].T),
+        exact.product_int8(queries[:, dim:], keys[:, :dim].T),
+    )
+    return high, exact.product_int8(queries, keys.T), low
+
+
+def _far_products(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 [R, m]: of high limbs of queries and of low ones with keys of one limb, int8 [m, D]."""
+    if not len(keys):
+        none = torch.empty(len(queries), 0, dtype=torch.int32)
+        return none, none
+    high, low = (exact.product_int8(limb, keys.T) for limb in queries.chunk(2, 1))
+    return high, low
 
 
 def _weights(
     scores: Tensor, key_scale: Tensor, query_scale: Tensor, bias: Tensor, allowed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See fused.weights; infinities would make NaNs, whose casts differ by processor, hence the limit."""
+    """See fused_attention.weights; infinities would make NaNs, whose casts differ by processor, hence the limit."""
     if fused.serves(scores.device):
-        return fused.weights(scores, key_scale, query_scale, bias, allowed, _SCORE_LIMIT)
+        return fused_attention.weights(scores, key_scale, query_scale, bias, allowed, _SCORE_LIMIT, _UNSEEN)
     t = scores.mul_(key_scale).to(torch.float32).mul_(query_scale).add_(bias)  # scaling by powers of two is exact
     t = t.clamp_(-_SCORE_LIMIT, _SCORE_LIMIT)
-    t.masked_fill_(~allowed.repeat(scores.shape[1] // len(allowed), 1), -_SCORE_LIMIT)
+    t.masked_fill_(~allowed.repeat(scores.shape[1] // len(allowed), 1), _UNSEEN)
     return exact.weights_from_scores(t, None)

@@ -126,9 +126,9 @@ class Predictor(ABC):
     def context_length(self) -> int:
         """Tokens a prompt may have."""
 
-    def new_state(self) -> PredictorState:
-        """The state before the first token."""
-        return PredictorState()
+    def new_state(self, forgets: bool = False) -> PredictorState:
+        """The state before the first token. forgets: it will not be cut, and lets go what windows leave behind."""
+        return PredictorState(forgets)
 
     @abstractmethod
     def run(

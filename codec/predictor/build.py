@@ -42,7 +42,7 @@ def build_predictor(
     bf16: whether the target runs in bf16 (it then rounds cos and sin so); exact_kv: keep the K and V projections in full precision
     (for the closed loop); ranges: smooth the activations by these, where the rung gains by it; limbs: int32 [layers, 5] for int8-mixed
     (`limbs.choose_limbs`), without which the inputs of `down`, then of `o` and `q`, get the second limbs that the budget allows;
-    window: tokens that attention sees besides the first few, 0 for all. Raises UnsupportedArchitecture, UserError.
+    window: tokens that attention sees at least, the first few among them; 0 for all. Raises UnsupportedArchitecture, UserError.
     """
     if kind not in KINDS:
         raise UnsupportedFormat(f"Predictor '{kind}' is unknown; supported are: {', '.join(KINDS)}.")

@@ -67,7 +67,7 @@ class PredictorConfig:
     rope_scaling: float  # factor on cos and sin
     rope_bf16: bool  # the target rounds cos and sin to bf16
     exact_kv: bool  # K and V projections in full precision, for the closed loop
-    window: int  # tokens that attention sees, besides the first few; 0 for all
+    window: int  # tokens that attention sees at least, the first few among them; 0 for all
 
     def form(self, projection: str, limbs: int = 1) -> str:
         """The number format of a projection (q, k, v, o, gate, up, down): one of `linear.FORMS`.

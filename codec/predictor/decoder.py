@@ -335,6 +335,8 @@ class DecoderRun:
             raise ValueError(f"Only {len(self.seen)} of {self.c.layers - 1} layers were advanced.")
         for i, (state, begin, n) in enumerate(zip(self.states, self._begins, self.lengths, strict=True)):
             state.layers = gathered([seen[i] for seen in self.seen[: self.c.layers - 1]])
+            if state.forgets and self.c.window and begin + n:
+                state.layers = [memory.without_groups(self.c.window) for memory in state.layers]
             state.length = begin + n
 
     # ------------------------------------------------------------ parts

@@ -36,8 +36,7 @@ _INV_127, _LEAST_SCALE = np.float32(1.0 / 127.0), np.float32(2.0**-100)
 _LOG2E = np.float32(exact.LOG2E)
 _C0, _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in exact.EXP2)
 _ROW_MAX, _SHARE = np.float32(exact.ROW_MAX), np.float32(exact.ROW_MAX / 32768.0)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-_WEIGHT_BITS = np.int32(exact.PROBABILITY_BITS)
+MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 def serves(device: torch.device) -> bool:
@@ -50,7 +49,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="rows")
 
 
-def _share(loop: Callable[..., Any], rows: int, *arguments: Any) -> None:
+def over_rows(loop: Callable[..., Any], rows: int, *arguments: Any) -> None:
     """Run loop(begin, end, *arguments) over all rows, on as many threads as torch uses."""
     parts = min(torch.get_num_threads(), rows // _ROWS_A_THREAD)
     if parts < 2:
@@ -61,13 +60,13 @@ def _share(loop: Callable[..., Any], rows: int, *arguments: Any) -> None:
         done.result()
 
 
-def _array(x: Tensor) -> Any:
+def array(x: Tensor) -> Any:
     return x.contiguous().numpy()
 
 
 # ---------------------------------------------------------------- parts of loops
 @inlined
-def _pow2(exponent: int) -> Any:
+def pow2(exponent: int) -> Any:
     """exact.pow2"""
     return np.int32((exponent + 127) << 23).view(np.float32)
 
@@ -76,7 +75,7 @@ def _pow2(exponent: int) -> Any:
 def _exponent(top: int) -> Any:
     """The exponent by which exact.row_integers scales a row whose largest magnitude has these bits."""
     e = (top >> 23) - 126 if top > 0 else 0
-    if np.int32(top).view(np.float32) > _pow2(min(max(e, -60), 100)) * _SHARE:
+    if np.int32(top).view(np.float32) > pow2(min(max(e, -60), 100)) * _SHARE:
         e += 1
     return min(max(e, -60), 100)
 
@@ -88,7 +87,7 @@ def _integer(x: Any, factor: Any) -> Any:
 
 
 @inlined
-def _exp2_fraction(t: Any, n: Any) -> Any:
+def exp2_fraction(t: Any, n: Any) -> Any:
     """The polynomial of exact.exp2_fraction; n is floor(t)."""
     f = t - n
     y = _C5 * f + _C4
@@ -105,10 +104,10 @@ def _limbs(begin: int, end: int, x: Singles, bits: Bits, limbs: Bytes, scale: Si
     for i in range(begin, end):
         top = np.int32(0)
         for j in range(n):
-            top = max(top, bits[i, j] & _MAGNITUDE)
+            top = max(top, bits[i, j] & MAGNITUDE)
         e = _exponent(top)
-        factor = _pow2(15 - e)
-        scale[i, 0] = _pow2(e - 15)
+        factor = pow2(15 - e)
+        scale[i, 0] = pow2(e - 15)
         for j in range(n):
             q = np.int32(_integer(x[i, j], factor))
             high = (q + np.int32(128)) >> np.int32(8)
@@ -117,9 +116,9 @@ def _limbs(begin: int, end: int, x: Singles, bits: Bits, limbs: Bytes, scale: Si
 
 def limbs(x: Tensor) -> tuple[Tensor, Tensor]:
     """float32 [R, n] -> exact.limbs of exact.row_integers, low limbs of all rows, then high ones: int8 [2 R, n]; scales float32 [R, 1]."""
-    a = _array(x)
+    a = array(x)
     out, scale = np.empty((2 * a.shape[0], a.shape[1]), np.int8), np.empty((a.shape[0], 1), np.float32)
-    _share(_limbs, a.shape[0], a, a.view(np.int32), out, scale)
+    over_rows(_limbs, a.shape[0], a, a.view(np.int32), out, scale)
     return torch.from_numpy(out), torch.from_numpy(scale)
 
 
@@ -128,7 +127,7 @@ def _int8(begin: int, end: int, x: Singles, bits: Bits, out: Bytes, scale: Singl
     for i in range(begin, end):
         top = np.int32(0)
         for j in range(x.shape[1]):
-            top = max(top, bits[i, j] & _MAGNITUDE)
+            top = max(top, bits[i, j] & MAGNITUDE)
         s = max(np.int32(top).view(np.float32) * _INV_127, _LEAST_SCALE)
         scale[i, 0] = s
         for j in range(x.shape[1]):
@@ -137,9 +136,9 @@ def _int8(begin: int, end: int, x: Singles, bits: Bits, out: Bytes, scale: Singl
 
 def int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """exact.quantise_int8 of float32 [R, n]."""
-    a = _array(x)
+    a = array(x)
     out, scale = np.empty(a.shape, np.int8), np.empty((a.shape[0], 1), np.float32)
-    _share(_int8, a.shape[0], a, a.view(np.int32), out, scale)
+    over_rows(_int8, a.shape[0], a, a.view(np.int32), out, scale)
     return torch.from_numpy(out), torch.from_numpy(scale)
 
 
@@ -148,20 +147,20 @@ def _row_integers(begin: int, end: int, x: Singles, bits: Bits, out: Doubles, sc
     for i in range(begin, end):
         top = np.int32(0)
         for j in range(x.shape[1]):
-            top = max(top, bits[i, j] & _MAGNITUDE)
+            top = max(top, bits[i, j] & MAGNITUDE)
         e = _exponent(top)
-        factor = _pow2(15 - e)
-        scale[i, 0] = _pow2(e - 15)
+        factor = pow2(15 - e)
+        scale[i, 0] = pow2(e - 15)
         for j in range(x.shape[1]):
             out[i, j] = np.float64(_integer(x[i, j], factor))
 
 
 def row_integers(x: Tensor) -> tuple[Tensor, Tensor]:
     """exact.row_integers of float32 [..., n], its integers as float64."""
-    a = _array(x)
+    a = array(x)
     rows = a.reshape(-1, a.shape[-1])
     out, scale = np.empty(rows.shape), np.empty((len(rows), 1), np.float32)
-    _share(_row_integers, len(rows), rows, rows.view(np.int32), out, scale)
+    over_rows(_row_integers, len(rows), rows, rows.view(np.int32), out, scale)
     return torch.from_numpy(out.reshape(a.shape)), torch.from_numpy(scale.reshape(*a.shape[:-1], 1))
 
 
@@ -203,7 +202,7 @@ def dequantise(products: list[Tensor], row: Tensor, column: Tensor, bias: Tensor
     two = products[1].numpy() if len(products) > 1 else none
     out = np.empty((len(row), one.shape[1]), np.float32)
     more = np.zeros(0, np.float32) if bias is None else bias.numpy()
-    _share(_dequantise, len(row), one, two, len(row), row.numpy(), column.numpy(), more, out)
+    over_rows(_dequantise, len(row), one, two, len(row), row.numpy(), column.numpy(), more, out)
     return torch.from_numpy(out)
 
 
@@ -214,9 +213,9 @@ def _norm(
     for i in range(begin, end):
         top = np.int32(0)
         for j in range(x.shape[1]):
-            top = max(top, bits[i, j] & _MAGNITUDE)
+            top = max(top, bits[i, j] & MAGNITUDE)
         e = _exponent(top)
-        factor, step = _pow2(15 - e), np.float64(_pow2(e - 15))
+        factor, step = pow2(15 - e), np.float64(pow2(e - 15))
         total = np.int64(0)
         for j in range(x.shape[1]):
             q = np.int64(_integer(x[i, j], factor))
@@ -230,11 +229,11 @@ def _norm(
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm of float32 [..., n], see DecoderRun._norm."""
-    a = _array(x)
+    a = array(x)
     rows = a.reshape(-1, a.shape[-1])
     out, rms = np.empty(rows.shape, np.float32), np.empty((len(rows), 1), np.float32)
     share = 1.0 / a.shape[-1]
-    _share(_norm, len(rows), rows, rows.view(np.int32), weight.numpy(), eps, share, out, rms)
+    over_rows(_norm, len(rows), rows, rows.view(np.int32), weight.numpy(), eps, share, out, rms)
     return torch.from_numpy(out.reshape(a.shape)), torch.from_numpy(rms.reshape(*a.shape[:-1], 1))
 
 
@@ -245,152 +244,14 @@ def _gated(begin: int, end: int, gate: Singles, up: Singles, limit: Any, out: Si
             x = gate[i, j]
             t = max(-abs(x) * _LOG2E, np.float32(-126.0))
             n = np.floor(t)
-            e = _exp2_fraction(t, n) * _pow2(np.int32(n))
+            e = exp2_fraction(t, n) * pow2(np.int32(n))
             y = (x * (e if x < _ZERO else _ONE) / (e + _ONE)) * up[i, j]
             out[i, j] = min(max(y, -limit), limit)
 
 
 def gated(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """(exact.silu(gate) * up).clamp(-limit, limit) of float32 [R, n]."""
-    a, b = _array(gate), _array(up)
+    a, b = array(gate), array(up)
     out = np.empty(a.shape, np.float32)
-    _share(_gated, len(a), a, b, np.float32(limit), out)
-    return torch.from_numpy(out)
-
-
-# ---------------------------------------------------------------- attention
-@inlined
-def _softmax(t: Singles, bits: Bits, weight: Bits) -> Any:
-    """exact.weights_from_scores of one row t, whose bits are `bits`: writes the weights, returns their sum."""
-    top = np.int32(-0x7FFFFFFF)
-    for k in range(t.shape[0]):  # floats in order as integers: of negative ones, all bits but the sign are turned round
-        top = max(top, bits[k] ^ ((bits[k] >> np.int32(31)) & _MAGNITUDE))
-    most = np.int32(top ^ ((top >> np.int32(31)) & _MAGNITUDE)).view(np.float32)
-    total = np.int64(0)
-    for k in range(t.shape[0]):
-        d = max(t[k] - most, np.float32(-100.0))
-        whole = np.floor(d)
-        weight[k] = np.int32(np.rint(_exp2_fraction(d, whole) * _pow2(np.int32(whole) + _WEIGHT_BITS)))
-        total += np.int64(weight[k])
-    return total
-
-
-@compiled
-def _weights(
-    begin: int,
-    end: int,
-    scores: Doubles,
-    key_scale: Doubles,
-    query_scale: Singles,
-    bias: Singles,
-    allowed: Flags,
-    limit: Any,
-    sums: Doubles,
-) -> None:
-    n, each = scores.shape[1], scores.shape[0] // key_scale.shape[0]
-    t, weight = np.empty(n, np.float32), np.empty(n, np.int32)
-    bits = t.view(np.int32)
-    for i in range(begin, end):
-        scale, query, head = query_scale[i], i % each % allowed.shape[0], i // each
-        for k in range(n):
-            score = np.float32(scores[i, k] * key_scale[head, k]) * scale + bias[head, k]
-            t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
-        sums[i] = np.float64(_softmax(t, bits, weight))
-        for k in range(n):
-            scores[i, k] = np.float64(weight[k])
-
-
-def weights(
-    scores: Tensor, key_scale: Tensor, query_scale: Tensor, bias: Tensor, allowed: Tensor, limit: float
-) -> tuple[Tensor, Tensor]:
-    """exact.weights_from_scores of scaled scores: (weights, which take the place of `scores`; their sums float64 [J, rows, 1]).
-
-    scores: float64 [J, rows, keys]; key_scale: float64 [J, 1, keys]; query_scale: float32 [J, rows, 1]; bias: float32 [J, 1, keys], added
-    to scaled scores; allowed: bool [T, keys], rows being a multiple of T; a row's scores are clamped to -limit .. limit, and what is not
-    allowed becomes -limit.
-    """
-    heads, rows, keys = scores.shape
-    sums = np.empty(heads * rows)
-    flat = scores.view(-1, keys).numpy()
-    scale, more = (_array(t).reshape(heads, keys) for t in (key_scale, bias))
-    _share(
-        _weights,
-        heads * rows,
-        flat,
-        scale,
-        _array(query_scale).reshape(-1),
-        more,
-        allowed.numpy(),
-        np.float32(limit),
-        sums,
-    )
-    return scores, torch.from_numpy(sums).view(heads, rows, 1)
-
-
-@compiled
-def _limb_weights(
-    begin: int, end: int, high: Bits, cross: Bits, low: Bits, key_scale: Doubles, query_scale: Singles, bias: Singles, allowed: Flags,
-    limit: Any, out: Bytes, sums: Doubles,
-) -> None:  # fmt: skip
-    rows, n = high.shape
-    t, weight = np.empty(n, np.float32), np.empty(n, np.int32)
-    bits = t.view(np.int32)
-    for i in range(begin, end):
-        scale, query = query_scale[i], i % allowed.shape[0]
-        for k in range(n):
-            whole = (np.float64(high[i, k]) * 256.0 + np.float64(cross[i, k])) * 256.0 + np.float64(low[i, k])
-            score = np.float32(whole * key_scale[k]) * scale + bias[k]
-            t[k] = min(max(score, -limit), limit) if allowed[query, k] else -limit
-        sums[i] = np.float64(_softmax(t, bits, weight))
-        for k in range(n):
-            w = weight[k]
-            middle = (w + np.int32(128)) >> np.int32(8)
-            top = (middle + np.int32(128)) >> np.int32(8)
-            out[i, k] = np.int8(w - (middle << np.int32(8)))
-            out[rows + i, k] = np.int8(middle - (top << np.int32(8)))
-            out[2 * rows + i, k] = np.int8(top)
-
-
-def limb_weights(
-    products: tuple[Tensor, Tensor, Tensor],
-    key_scale: Tensor,
-    query_scale: Tensor,
-    bias: Tensor,
-    allowed: Tensor,
-    limit: float,
-) -> tuple[Tensor, Tensor]:
-    """`weights` of one head, in limbs: (int8 [3 rows, keys], low limbs of all rows first; their sums float64 [rows]).
-
-    products: int32 [rows, keys] each: of the queries' and keys' high limbs; of one's high and the other's low; of the low ones.
-    """
-    high, cross, low = (p.numpy() for p in products)
-    out, sums = np.empty((3 * high.shape[0], high.shape[1]), np.int8), np.empty(high.shape[0])
-    scale, query, more = (_array(t).reshape(-1) for t in (key_scale, query_scale, bias))
-    _share(
-        _limb_weights, len(high), high, cross, low, scale, query, more, allowed.numpy(), np.float32(limit), out, sums
-    )
-    return torch.from_numpy(out), torch.from_numpy(sums)
-
-
-@compiled
-def _weighted(begin: int, end: int, products: Bits, rows: int, sums: Doubles, step: float, out: Singles) -> None:
-    dim = out.shape[1]
-    for i in range(begin, end):
-        for d in range(dim):
-            total, factor = 0.0, 1.0
-            for k in range(i, 3 * rows, rows):
-                total += (np.float64(products[k, dim + d]) * 256.0 + np.float64(products[k, d])) * factor
-                factor *= 256.0
-            out[i, d] = np.float32((total / sums[i]) * step)
-
-
-def weighted(products: Tensor, sums: Tensor, step: float) -> Tensor:
-    """Weighted means of values: float32 [rows, D].
-
-    products: int32 [3 rows, 2 D], limbs of weights against limbs of values, low ones first; sums: float64 [rows], of the weights;
-    step: of the values, a power of two.
-    """
-    rows, dim = len(sums), products.shape[1] // 2
-    out = np.empty((rows, dim), np.float32)
-    _share(_weighted, rows, products.numpy(), rows, sums.numpy(), step, out)
+    over_rows(_gated, len(a), a, b, np.float32(limit), out)
     return torch.from_numpy(out)

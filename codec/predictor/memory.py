@@ -8,7 +8,7 @@ Shapes: J key-value heads, S tokens, D head dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,15 +58,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one layer remembers of a prefix: consecutive pieces, and the centroids that were needed so far."""
+    """What one layer remembers of a prefix: consecutive pieces, and the centroids that were needed so far.
+
+    gap: tokens between the first piece, which then is the sinks, and the next one that are no longer held.
+    """
 
     pieces: tuple[Seen, ...] = ()
     far: Far | None = None
+    gap: int = 0
 
     @property
     def tokens(self) -> int:
-        """How many tokens it holds."""
-        return sum(piece.total for piece in self.pieces)
+        """How many tokens it remembers, with those that are no longer held."""
+        return sum(piece.total for piece in self.pieces) + self.gap
 
     def first(self, n: int) -> Memory:
         """The first n tokens. What is left of a piece is copied, so that the rest of it is let go."""
@@ -81,7 +85,7 @@ class Memory:
 
     def then(self, piece: Seen) -> Memory:
         """These tokens followed by others."""
-        if self.pieces and self.pieces[-1].total < PIECE:
+        if len(self.pieces) > bool(self.gap) and self.pieces[-1].total < PIECE:
             return replace(self, pieces=(*self.pieces[:-1], joined((self.pieces[-1], piece))))
         return replace(self, pieces=(*self.pieces, piece))
 
@@ -90,6 +94,19 @@ class Memory:
         found = _more_far(self.far, self.tokens, window)
         return self if found is None else replace(self, far=_then(self.far, self._cut(*found), window))
 
+    def without_groups(self, window: int) -> Memory:
+        """The same without the pieces of which centroids alone will be seen, whatever tokens follow."""
+        begin, at = window_begin(self.tokens - 1, window), 0
+        for number, piece, first in self._placed():
+            if first + piece.total > begin:
+                at = number
+                break
+        if not at or (at == 1 and self.gap):
+            return self
+        gone = sum(piece.total for piece in self.pieces[bool(self.gap) : at])
+        sinks = self.pieces[0] if self.gap else _copied(self.pieces[0].cut(0, SINKS))
+        return replace(self, pieces=(sinks, *self.pieces[at:]), gap=self.gap + gone - (0 if self.gap else SINKS))
+
     def seen(self, near: int = 0) -> Seen:
         """In one piece, without what lies between the sinks and token `near`; 0 for all."""
         end = self.tokens
@@ -97,18 +114,31 @@ class Memory:
         return replace(joined(parts), far=self.far, gap=near - SINKS if near else 0)
 
     def _cut(self, begin: int, end: int) -> Seen:
-        parts, at = [], 0
-        for piece in self.pieces:
-            if at < end and begin < at + piece.total:
-                parts.append(piece.cut(max(begin - at, 0), min(end - at, piece.total)))
-            at += piece.total
-        return joined(parts)
+        return joined(
+            [
+                piece.cut(max(begin - first, 0), min(end - first, piece.total))
+                for _, piece, first in self._placed()
+                if first < end and begin < first + piece.total
+            ]
+        )
+
+    def _placed(self) -> Iterator[tuple[int, Seen, int]]:
+        """Pieces with their numbers and the places of their first tokens."""
+        at = 0
+        for number, piece in enumerate(self.pieces):
+            yield number, piece, at
+            at += piece.total + (0 if number else self.gap)
 
 
 class PredictorState:
-    """What the predictor remembers of one prefix. The last layer needs no memory: nothing attends to it."""
+    """What the predictor remembers of one prefix. The last layer needs no memory: nothing attends to it.
 
-    def __init__(self) -> None:
+    forgets: whether it lets go what windows have left behind. It then takes no more memory as it grows but for centroids, and cannot be
+    cut. Without a window it holds all.
+    """
+
+    def __init__(self, forgets: bool = False) -> None:
+        self.forgets = forgets
         self.length = 0
         self.layers: list[Memory] = []
 
@@ -116,6 +146,10 @@ class PredictorState:
         """Forget all but the first n tokens."""
         if not 0 <= n <= self.length:
             raise ValueError(f"A state of {self.length} tokens cannot be cut to {n}.")
+        if n == self.length:
+            return
+        if self.forgets and n:
+            raise ValueError(f"A state that forgets cannot be cut to {n} tokens.")
         self.layers = [memory.first(n) for memory in self.layers]
         self.length = n
 

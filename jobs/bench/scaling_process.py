@@ -97,7 +97,7 @@ def encode(request: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def decode(request: dict[str, Any]) -> Mapping[str, Any]:
-    """Decode the prompt from the store, as often as asked."""
+    """Decode the prompt from the store chunk by chunk, as often as asked: as one who reads its chunks in order."""
     point = _Point(request)
     times, sums, before = list[float](), list[str](), 0
     for repeat in range(request["repeats"] + 1):
@@ -105,7 +105,7 @@ def decode(request: dict[str, Any]) -> Mapping[str, Any]:
             give_back()
             before = rss_bytes()
             reset_peak()
-        state, parent, seconds = point.predictor.new_state(), codec.ROOT_DIGEST, 0.0
+        state, parent, seconds = point.predictor.new_state(forgets=True), codec.ROOT_DIGEST, 0.0
         for number, ids in enumerate(point.ids if repeat else point.ids[:1]):
             blob = point.store.get(point.path(number))
             where = point.identity(number, parent, state.length)

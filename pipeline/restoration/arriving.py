@@ -35,7 +35,7 @@ def decode_arriving(store: Store, match: Match, decoder: Decoder, ids: Ids, span
         DataError: a blob is corrupt, missing, or not the one that is meant; ChunkFailed: it decodes to other bits than were stored.
         StorageError: the store cannot be read.
     """
-    state, (first, end) = decoder.predictor.new_state(), span.layers
+    state, (first, end) = decoder.predictor.new_state(forgets=True), span.layers
     prefix = Prefix(store.uri, match.generation, torch.from_numpy(ids[: match.tokens].copy()), match.chunks, ())
     whole: list[Pair] = []
     with Arriving(store, match) as arriving:

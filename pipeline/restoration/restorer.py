@@ -134,7 +134,7 @@ class Restoration:
             return
         prefix, decoder = self.prefix, self.decoder
         end = len(prefix.chunks) if end is None else min(end, len(prefix.chunks))
-        state = decoder.predictor.new_state()
+        state = decoder.predictor.new_state(forgets=True)
         begin = 0
         if isinstance(decoder.predictor, codec.ModelFree) and first < end:
             begin, state = first, decoder.predictor.state_at(prefix.chunks[first].first_token)
