@@ -18,9 +18,8 @@ def _cache_folder() -> str:
     are in other files: after an update it would go on with what they were before.
     """
     here = os.path.dirname(os.path.abspath(__file__))
-    stamps = sorted(
-        (e.name, e.stat().st_mtime_ns, e.stat().st_size) for e in os.scandir(here) if e.name.endswith(".py")
-    )
+    files = sorted(os.path.join(at, n) for at, _, names in os.walk(here) for n in names if n.endswith(".py"))
+    stamps = [(os.path.relpath(f, here), s.st_mtime_ns, s.st_size) for f in files for s in [os.stat(f)]]
     beside = os.path.join(here, "__pycache__")
     writable = os.access(beside if os.path.isdir(beside) else here, os.W_OK)
     own = beside if writable else os.path.join(os.path.expanduser("~"), ".cache", "kv-cache-codec")

@@ -129,8 +129,9 @@ def _int8_kernel_is_exact(device: torch.device) -> bool:
             for rows in (1, 5, 96):
                 left, right = a[:rows].to(torch.int8), a.to(torch.int8).T
                 want = product(left.to(torch.float64), right.to(torch.float64))
-                for x in (left, left.T.contiguous().T):
-                    for y in (right, right.contiguous(), right[:, :1].contiguous()):
+                wide, tall = torch.cat([left, left], 1), torch.cat([right.T, right.T], 1)
+                for x in (left, left.T.contiguous().T, wide[:, : left.shape[1]]):
+                    for y in (right, right.contiguous(), right[:, :1].contiguous(), tall[:, len(right) :].T):
                         if not torch.equal(_int8_kernel(x, y).to(torch.float64), want[:, : y.shape[1]]):
                             return False
     except RuntimeError:  # the build or the processor has no such kernel

@@ -46,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
     add("--salt-env", metavar="NAME", help="environment variable with the tenant's salt")
     add("--heads", metavar="A:B", help="only KV heads A to B-1 (tensor parallel)")
     add("--layers", metavar="A:B", help="only layers A to B-1 (pipeline parallel)")
-    add("--overwrite", action="store_true", help="write files anew that are there (default: skip them)")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="write files anew that are there (default: keep whole ones, complete shorter ones, refuse others)",
+    )
     add("--skip-bad", action="store_true", help="report and count bad records instead of refusing the corpus")
     add("--limit", type=int, metavar="N", help="only the first N prompts")
     add("--actors", type=int, metavar="N", help="decode actors (default: as many as fit)")

@@ -146,7 +146,7 @@ def read_salt(name: str | None, environment: Mapping[str, str] = os.environ) -> 
     value = environment.get(name, "")
     if not value:
         raise UserError(f"the environment variable {name} that --salt-env names is unset or empty")
-    return value.encode(errors="surrogateescape")  # the very bytes of the variable: a random salt need not be text
+    return value.encode(errors="surrogateescape")  # as UTF-8; bytes that are no text as they are
 
 
 def parse_bytes(text: str, flag: str = "--max-store-bytes", least: int = 1) -> int:

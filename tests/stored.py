@@ -49,7 +49,7 @@ class Kept:
 
     def __init__(
         self, model: Path, folder: Path | str, *, kind: str = "fp8", loop: str = "closed", cache: str = "bf16", mode: str = "tensor",
-        salt: bytes = b"", chunk: int = CHUNK, calibration: Sequence[Sequence[int]] | None = None,
+        salt: bytes = b"", chunk: int = CHUNK, calibration: Sequence[Sequence[int]] | None = None, window: int | None = None,
     ) -> None:  # fmt: skip
         self.chunk, self._salt = chunk, salt
         self.store = Store.open(str(folder))
@@ -62,7 +62,7 @@ class Kept:
             scales = CacheScales.calibrated("head" if mode == "head" else "tensor", found, number_format(cache))
             scales = CacheScales.none(*found.shape[::2]) if mode == "none" else scales
         self.target: Target = target.with_cache(cache, scales)
-        rung = Rung(kind, loop)
+        rung = Rung(kind, loop, window)
         self.predictor = rung.build(self.target, rung.ranges(self.target, train) if rung.calibrated else None, train)
         self.profile = self._calibrate(loop, train, source.fingerprint(cache))
         self.store.put_new(predictor_path(self.predictor.fingerprint), self.predictor.to_bytes())

@@ -32,3 +32,9 @@ def test_kept_code_does_not_outlive_what_it_was_made_of(tmp_path: Path) -> None:
     assert outer(tmp_path).startswith("1 Counter({"), "kept for the next process"
     (package / "inner.py").write_text(INNER.format(22))
     assert outer(tmp_path) == "22 Counter()\n"
+    (package / "deep").mkdir()
+    for number in (3, 44):  # in a folder of its own
+        (package / "deep" / "inner.py").write_text(INNER.format(number))
+        (package / "outer.py").write_text(OUTER.replace("codec.inner", "codec.deep.inner"))
+        os.utime(package / "outer.py", (10**9, 10**9))
+        assert outer(tmp_path) == f"{number} Counter()\n"

@@ -102,6 +102,13 @@ def test_a_state_that_forgets_goes_on_as_one_that_holds_all(
     assert max(sizes) <= near * token_bytes() and (window == 1 or near < len(ids))
     with pytest.raises(ValueError, match="forgets"):
         state.truncate(len(ids) - 1)
+    layer = state.layers[0]
+    assert layer.gap, "something was let go"
+    for near in (0, SINKS + layer.gap - 1):
+        with pytest.raises(ValueError, match="no longer held"):
+            layer.seen(near)
+    with pytest.raises(ValueError, match="no longer held"):
+        memory.replace(layer.seen(SINKS + layer.gap), far=None).with_far(window)
     state.truncate(0)
     assert not held(tensors_of(state.layers))
 

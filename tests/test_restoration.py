@@ -17,7 +17,7 @@ import codec
 import pipeline
 from codec import blob as blobs
 from codec.errors import ChunkFailed, DataError, UserError
-from codec.predictor import rope
+from codec.predictor import memory, rope
 from pipeline.restoration.catalogue import ROPE_REGIMES, Catalogue, token_array
 from pipeline.restoration.restorer import Restorer
 from pipeline.restoration.span import parse_range
@@ -99,6 +99,30 @@ def test_chunks_come_back_one_by_one(kept: Kept) -> None:
         assert same(chunk.layers, [(k[:, part], v[:, part]) for k, v in truth])
     last = list(found.chunks(3))
     assert len(last) == 1 and same(last[0].layers, chunks[3].layers)
+
+
+def test_what_windows_left_behind_is_let_go_while_chunks_are_decoded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "PIECE", 16)
+    kept, prompt = Kept(tiny_model, tmp_path, kind="int8", window=16), tokens_of(31, 5 * CHUNK + 7)
+    kept.put({"long": prompt})
+    gaps: list[int] = []
+    real = memory.Memory.seen
+
+    def seen(self: memory.Memory, near: int = 0) -> memory.Seen:
+        gaps.append(self.gap)
+        return real(self, near)
+
+    monkeypatch.setattr(memory.Memory, "seen", seen)
+    truth, found = kept.truth(prompt), pipeline.restore(kept.store, hex_of(kept), prompt)
+    assert same(found.load(), truth) and not any(gaps)
+    for chunk in found.chunks():
+        part = slice(chunk.first_token, chunk.first_token + chunk.tokens)
+        assert same(chunk.layers, [(k[:, part], v[:, part]) for k, v in truth])
+    assert max(gaps) > 2 * CHUNK
+    gaps.clear()
+    assert same(pipeline.restore(kept.store, hex_of(kept), prompt, decode=True).load(), truth)
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("static", "bf16"), ("linear", "bf16"), ("linear", "fp8_e4m3")])

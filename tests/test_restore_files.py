@@ -192,7 +192,7 @@ def restored(kept: Kept, folder: Path, ids: list[int], layers: tuple[int, int] |
 
 def is_whole(kept: Kept, path: Path, ids: list[int], layers: tuple[int, int] | None = None) -> bool:
     catalogue = Catalogue(kept.store, kept.job.target)
-    return EarlierFiles(catalogue, layers).is_whole(path, catalogue.find(token_array(ids))[0])
+    return EarlierFiles(catalogue, layers).is_whole(path, token_array(ids), b"", *catalogue.find(token_array(ids)))
 
 
 def test_a_file_stays_as_long_as_it_holds_all_that_is_stored(own: Kept, tmp_path: Path) -> None:
@@ -204,10 +204,31 @@ def test_a_file_stays_as_long_as_it_holds_all_that_is_stored(own: Kept, tmp_path
     assert is_whole(own, restored(own, tmp_path, longer), longer)
 
 
+def test_a_file_that_ends_amid_a_chunk_is_completed_when_more_is_stored(own: Kept, tmp_path: Path) -> None:
+    short = PROMPTS["c"] + tokens_of(8, CHUNK // 2)
+    longer = short + tokens_of(9, CHUNK)
+    own.put({"short": short})
+    path = restored(own, tmp_path, short)
+    assert metadata(path)["tokens"] == str(len(short)) and len(short) % CHUNK
+    assert is_whole(own, path, short)
+    own.put({"longer": longer})
+    assert not is_whole(own, path, longer) and is_whole(own, path, short)
+    assert is_whole(own, restored(own, tmp_path, longer), longer)
+
+
+def test_a_file_of_a_prompt_that_is_gone_is_not_called_another_ones(kept: Kept, tmp_path: Path) -> None:
+    path, ids = restored(kept, tmp_path, PROMPTS["a"]), token_array(PROMPTS["a"])
+    earlier = EarlierFiles(Catalogue(kept.store, kept.job.target))
+    with pytest.raises(UserError, match=r"holds nothing of the prompt.*--overwrite"):
+        earlier.is_whole(path, ids, b"", [])
+    with pytest.raises(DataError, match="the part is damaged"):
+        earlier.is_whole(path, ids, b"", [], ["the part is damaged"])
+
+
 def test_a_file_of_something_else_is_never_taken_for_it(kept: Kept, tmp_path: Path) -> None:
     path = restored(kept, tmp_path, PROMPTS["a"])
     for ids in (PROMPTS["b"], PROMPTS["c"], PROMPTS["d"], tokens_of(99, 40)):
-        with pytest.raises(UserError, match=r"another cache than .*--overwrite"):
+        with pytest.raises(UserError, match=r"(another cache than|holds nothing of) .*--overwrite"):
             is_whole(kept, path, ids)
     with pytest.raises(UserError, match="holds layers 0:3, and asked for are 1:3"):
         is_whole(kept, path, PROMPTS["a"], (1, 3))

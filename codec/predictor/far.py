@@ -56,10 +56,6 @@ class Far:
     values: Tensor
     bias: Tensor
 
-    def first(self, n: int) -> Far:
-        """The first n centroids."""
-        return Far(self.keys[:, :n], self.key_scale[:, :n], self.values[:, :n], self.bias[:, :n])
-
     def then(self, other: Far) -> Far:
         """These and others behind them."""
         pairs = (

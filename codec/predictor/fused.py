@@ -1,6 +1,6 @@
 """The predictor's elementwise work in compiled loops: one pass over memory where torch makes ten.
 
-Each loop does what the operations it stands for do (codec.exact, linear, decoder, attention): one correctly rounded operation after
+Each loop does what the operations it stands for do (codec.exact, linear, decoder): one correctly rounded operation after
 another, in the same types and order, and sums of integers; so it gives the same bits, which tests/test_fused.py shows. Loops run on a
 CPU alone, rows shared among as many threads as torch has; elsewhere torch's own operations are taken.
 
@@ -27,7 +27,6 @@ Singles = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bits = NDArray[np.int32]
 Bytes = NDArray[np.int8]
-Flags = NDArray[np.bool_]
 
 ENABLED = True  # tests turn it off, to compare
 _ROWS_A_THREAD = 16

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from codec import exact
 from codec.kernels import apart, compiled, inlined
-from codec.predictor.fused import MAGNITUDE, Bits, Bytes, Doubles, Flags, Singles, array, exp2_fraction, over_rows, pow2
+from codec.predictor.fused import MAGNITUDE, Bits, Bytes, Doubles, Singles, array, exp2_fraction, over_rows, pow2
 
 Shorts = NDArray[np.int16]
+Flags = NDArray[np.bool_]
 _WEIGHT_BITS = np.int32(exact.PROBABILITY_BITS)
 _LIMB = 256.0
 

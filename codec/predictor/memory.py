@@ -45,6 +45,8 @@ class Seen:
     def with_far(self, window: int) -> Seen:
         """The same with the centroids that the last token's attention needs."""
         found = _more_far(self.far, self.total, window)
+        if found is not None and self.gap:
+            raise ValueError("centroids are asked for of tokens that are no longer held")
         return self if found is None else replace(self, far=_then(self.far, self.cut(*found), window))
 
     def near(self, begin: int) -> Seen:
@@ -110,6 +112,8 @@ class Memory:
     def seen(self, near: int = 0) -> Seen:
         """In one piece, without what lies between the sinks and token `near`; 0 for all."""
         end = self.tokens
+        if self.gap and near < SINKS + self.gap:
+            raise ValueError(f"tokens from {near} on are asked for, of which some are no longer held")
         parts = (self._cut(0, SINKS), self._cut(near, end)) if near else (self._cut(0, end),)
         return replace(joined(parts), far=self.far, gap=near - SINKS if near else 0)
 

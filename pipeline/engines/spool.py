@@ -89,7 +89,7 @@ def _checksum(tensors: Mapping[str, Tensor], said: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         values = tensors[name].detach().cpu().contiguous()
         parts.append(f"{name} {values.dtype} {list(values.shape)} ".encode())
-        parts.append(digest(values.view(torch.uint8).numpy().tobytes()))
+        parts.append(digest(values.reshape(-1).view(torch.uint8).numpy().tobytes()))
     return digest(b"".join(parts)).hex()
 
 

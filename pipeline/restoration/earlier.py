@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from codec.errors import UserError
-from pipeline.restoration.catalogue import Catalogue, Match
+from codec.errors import DataError, UserError
+from pipeline.restoration.catalogue import Catalogue, Ids, Match
 from pipeline.restoration.files import read_metadata
 from pipeline.restoration.span import Range
 from pipeline.work import predictor_config
@@ -21,11 +21,11 @@ class EarlierFiles:
         self._catalogue, self._asked = catalogue, {"layers": layers, "kv_heads": heads}
         self._shapes: dict[bytes, dict[str, object]] = {}
 
-    def is_whole(self, path: Path, matches: Sequence[Match]) -> bool:
+    def is_whole(self, path: Path, ids: Ids, salt: bytes, matches: Sequence[Match], notes: Sequence[str] = ()) -> bool:
         """Whether the file holds all that is stored of a prompt; False where it holds a shorter prefix of that.
 
-        matches: the prompt's stored prefixes, the longest first. A file names the bits of all of its cache by their digest, so it is
-        told from one of another prompt, and of other bits, without anything being decoded.
+        matches, notes: what Catalogue.find says of the prompt, ids int64 [T]. A file names the bits of all of its cache by their digest,
+        so it is told from one of another prompt, and of other bits, without anything being decoded.
 
         Raises:
             UserError: it holds something else: another target's cache, another prompt's, or another range of layers or heads.
@@ -37,16 +37,29 @@ class EarlierFiles:
             raise UserError(
                 f"the file {path} holds the cache of target {found['target'][:16]}, and readers follow {target[:16]} now; {WAY_OUT}"
             )
-        held = [match for match in matches if any(c.digest.hex() == found["digest"] for c in match.chunks)]
+        if not matches:
+            if notes:
+                raise DataError(notes[0])
+            raise UserError(
+                f"the store holds nothing of the prompt of that id any more, so the file {path} cannot be checked; {WAY_OUT}"
+            )
+        tokens = int(found["tokens"])
+        held = self._held(ids[: max(tokens, 0)], salt, tokens, found["digest"])
         if not held:
             raise UserError(
-                f"the file {path} holds another cache than the store has of the prompt of that id now: of another prompt, or with other "
-                f"bits; {WAY_OUT}"
+                f"the file {path} holds another cache than the store has of the prompt of that id now: of another prompt, with other bits, "
+                f"or in chunks of another size; {WAY_OUT}"
             )
         for name, key in (("layers", "layers"), ("heads", "kv_heads")):
             if found[name] != (wanted := self._range(key, held[0])):
                 raise UserError(f"the file {path} holds {name} {found[name]}, and asked for are {wanted}; {WAY_OUT}")
-        return any(m.tokens == matches[0].tokens and m.chunks[-1].digest.hex() == found["digest"] for m in held)
+        return tokens == matches[0].tokens
+
+    def _held(self, ids: Ids, salt: bytes, tokens: int, digest: str) -> list[Match]:
+        """Of the prompt's first tokens, what is stored of just these, with these bits. Their last chunk may be one that was cut off then
+        and is a whole one of the longer prompt now."""
+        found = self._catalogue.find(ids, salt)[0]
+        return [m for m in found if m.tokens == tokens and m.chunks[-1].digest.hex() == digest]
 
     def _range(self, key: str, match: Match) -> str:
         """The range that is asked for, as a file says it."""

@@ -94,7 +94,8 @@ def stream(restored: Restoration, plan: Layout, layers: Iterator[tuple[int, Pair
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The target, digest, layers and heads that a restored file names. Raises DataError where it does not, or is cut short."""
+    """The target, digest, tokens (a number), layers and heads that a restored file names. Raises DataError where it does not, or is cut
+    short; StorageError where it cannot be read."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -102,12 +103,15 @@ def read_metadata(path: Path) -> dict[str, str]:
                 raise ValueError("it has no header")
             entries = json.loads(file.read(length))
             size = os.fstat(file.fileno()).st_size
-        found = {name: str(entries["__metadata__"][name]) for name in ("target", "digest", "layers", "heads")}
+        found = {name: str(entries["__metadata__"][name]) for name in ("target", "digest", "tokens", "layers", "heads")}
+        int(found["tokens"])
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
         if size != 8 + length + max(ends):
             raise ValueError("it is cut short")
         return found
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:
         raise DataError(
             f"the file {path} is none that was restored, or not all of it ({type(error).__name__}); pass --overwrite or move it"
         ) from None

@@ -188,7 +188,7 @@ def _requests(
         totals.asked += 1
         path = out / file_name(identity)
         matches, found = catalogue.find(array, salt)
-        if not options.overwrite and path.exists() and earlier.is_whole(path, matches):
+        if not options.overwrite and path.exists() and earlier.is_whole(path, array, salt, matches, found):
             totals.kept += 1
             continue
         yield Request(identity, array, tuple(matches), str(path), tuple(found))
