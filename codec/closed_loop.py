@@ -24,7 +24,6 @@ from codec.formats import Items, NumberFormat
 from codec.geometry import Floats, Geometry
 from codec.ideal import Cost, cost
 from codec.joint_model import REACH, Features, JointLayer, Means, PairLaw, Ready
-from codec.layout import to_channels
 from codec.loop import CodedLayer, DecodedLayer, Next, Pair
 from codec.scalars import Sink, Source
 from codec.token_scale import BLOCK, CompiledTokenScale, TokenScale, innovations
@@ -139,10 +138,7 @@ class ClosedLoop:
 
     def _items(self, geometry: Geometry, truth: Pair) -> Items:
         """K's channels, then V's: [2 * J * D, T]."""
-        out = self._fmt.empty((2, geometry.shape[0] * geometry.shape[2], geometry.tokens))
-        for rows, tensor in zip(out, truth, strict=True):
-            to_channels(self._fmt.items(tensor), rows)
-        return out.reshape(-1, geometry.tokens)
+        return geometry.stacked([self._fmt.items(t) for t in truth])
 
     def _costs(self, layer: int, geometry: Geometry, patterns: list[Ints], laws: Laws) -> tuple[Cost, Cost]:
         half = len(geometry.k_order)

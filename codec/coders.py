@@ -111,8 +111,7 @@ class Coder:
 
 class _LaneWriter:
     def __init__(self, coder: Coder, count: int) -> None:
-        self._coder, self._lanes = coder, rans.lane_count(count)
-        self._encoder = rans.Encoder(self._lanes)
+        self._coder, self._encoder = coder, rans.Encoder(rans.lane_count(count))
         self._sides: list[int] = []
 
     @property
@@ -129,7 +128,7 @@ class _LaneWriter:
         if self._coder.reference:
             return self._gridded(side, patterns, mean, *scale_integers(sigma, self._coder.format))
         tables = self._coder.tables
-        symbols, escapes = scalars.put_scaled(patterns, mean, sigma, tables, self._lanes, self._encoder)
+        symbols, escapes = scalars.put_scaled(patterns, mean, sigma, tables, self._encoder.lanes, self._encoder)
         self._add(side, symbols)
         return escapes
 
@@ -138,7 +137,7 @@ class _LaneWriter:
         return self._gridded(side, patterns.reshape(-1, patterns.shape[-1]), *_rows(mean, scales))
 
     def _gridded(self, side: int, patterns: Ints, mean: Floats, grid: Ints, reciprocal: Ints) -> int:
-        law = patterns, mean, grid, reciprocal, self._coder.tables, self._lanes
+        law = patterns, mean, grid, reciprocal, self._coder.tables, self._encoder.lanes
         put = rans_plain.put(*law) if self._coder.reference else scalars.put_gridded(*law, self._encoder)
         self._add(side, put[0])
         return put[1]
@@ -146,7 +145,7 @@ class _LaneWriter:
     def finish(self) -> Written:
         """See Writer."""
         plain = self._coder.reference
-        stream, sizes = rans_plain.encode(self._encoder.parts, self._lanes) if plain else self._encoder.finish()
+        stream, sizes = rans_plain.encode(self._encoder.parts, self._encoder.lanes) if plain else self._encoder.finish()
         k = sum(size for size, side in zip(sizes, self._sides, strict=True) if side == 0)
         return Written([stream], k, len(stream) - k)
 

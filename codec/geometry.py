@@ -5,6 +5,7 @@ Shapes: J key-value heads, D head dims, T tokens, P = J * D / 2 pairs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from codec.cells import Ints
-from codec.layout import to_channels, to_tensor
+from codec.layout import transpose
 from codec.loop import Pair
 
 Floats = NDArray[np.float64]
@@ -38,12 +39,8 @@ class Geometry:
     @cached_property
     def guess(self) -> NDArray[Any]:
         """K's channels, then V's: [2 * J * D, T], float32, or float64 in units of scales."""
-        out = np.empty((2, self.shape[0] * self.shape[2], self.tokens), np.float32)
-        for rows, tensor in zip(out, self._guess, strict=True):
-            to_channels(tensor.detach().cpu().contiguous().numpy(), rows)
-        if self.scales is not None:
-            return (out / self.scales).reshape(-1, self.tokens)
-        return out.reshape(-1, self.tokens)
+        out = self.stacked([t.detach().cpu().contiguous().numpy() for t in self._guess])
+        return out if self.scales is None else out / self.scales.reshape(-1, 1)
 
     @cached_property
     def k(self) -> Floats:
@@ -76,14 +73,20 @@ class Geometry:
     # ------------------------------------------------------------ tensors and channels
     def channels(self, x: NDArray[Scalar]) -> NDArray[Scalar]:
         """[J, T, D] -> [J * D, T]"""
-        out = np.empty((self.shape[0] * self.shape[2], self.tokens), x.dtype)
-        to_channels(np.ascontiguousarray(x), out)
-        return out
+        return self.stacked([x])
+
+    def stacked(self, parts: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
+        """The channels of tensors [J, T, D] of one dtype, one tensor's after another's: [parts * J * D, T]"""
+        heads, tokens, dim = self.shape
+        out = np.empty((len(parts), heads, dim, tokens), parts[0].dtype)
+        for x, rows in zip(parts, out, strict=True):
+            transpose(np.ascontiguousarray(x), rows)
+        return out.reshape(len(parts) * heads * dim, tokens)
 
     def tensor(self, x: NDArray[Scalar]) -> NDArray[Scalar]:
         """[J * D, T] -> [J, T, D]"""
         out = np.empty(self.shape, x.dtype)
-        to_tensor(np.ascontiguousarray(x), out)
+        transpose(np.ascontiguousarray(x).reshape(self.shape[0], self.shape[2], self.tokens), out)
         return out
 
     def real(self, k: NDArray[Any], v: NDArray[Any]) -> tuple[Tensor, Tensor]:

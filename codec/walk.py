@@ -274,15 +274,8 @@ def _block(
     table, edges, bins, items, forced = borrowed((table, edges, bins, items, forced))
     mean, sigma, residual = borrowed((mean, sigma, residual))
     lines, has_given = min(BLOCK, features.shape[0] - lo), np.int64(given.shape[0] > 1)
-    given_unit, bias, unit, sigmas, per_step, most, narrow = (
-        known[0],
-        known[1],
-        known[2],
-        known[3],
-        known[4],
-        known[5],
-        known[6],
-    )
+    given_unit, bias, unit, sigmas = known[0], known[1], known[2], known[3]
+    per_step, most, narrow = known[4], known[5], known[6]
     at, rate, near = work[8], work[9], work[10]
     start, grid, found, more, coded, split = ints[0], ints[1], ints[2], ints[3], ints[4], ints[5:7]
     sums, energy = all_sums[:lines], energies[lo // BLOCK]

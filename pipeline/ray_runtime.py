@@ -18,10 +18,8 @@ from pipeline.work import OtherBits
 ROOT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 256 * 2**20  # rows and keys only: bitstreams never enter the object store
 IO_SLOTS = 2  # logical CPUs for reads, tokenising and the like beside the actors
-ACTORS_A_CORE, FEW_ACTORS = (
-    4,
-    8,
-)  # more actors in one machine's own little cluster would only take turns, and its memory
+# more actors in one machine's own little cluster would only take turns, and its memory
+ACTORS_A_CORE, FEW_ACTORS = 4, 8
 NO_PROGRESS_SECONDS = 24 * 3600  # one group of long prompts on a CPU may take longer than Ray Data's half hour
 _UDF_NOTE = "\nFailed to apply UDF transform"  # Ray Data appends this to the message of a user's exception
 

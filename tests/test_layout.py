@@ -9,7 +9,7 @@ import pytest
 
 from codec.formats import FORMATS
 from codec.joint_model import _scaled
-from codec.layout import to_channels, to_tensor
+from codec.layout import transpose
 from codec.token_scale import _EDGES, _SEARCH, _log2, _sixteenths
 
 SIZES = (0, 1, 15, 16, 17, 40)
@@ -21,10 +21,10 @@ def test_channels_are_the_transposed_tensor_and_come_back(kind: type[np.generic]
     for heads, tokens, dims in itertools.product((0, 1, 3), SIZES, SIZES):
         x = rng.integers(0, 200, (heads, tokens, dims)).astype(kind)
         x.setflags(write=False)
-        channels, back = np.full((heads * dims, tokens), 9, kind), np.full((heads, tokens, dims), 9, kind)
-        to_channels(x, channels)
-        assert np.array_equal(channels, x.transpose(0, 2, 1).reshape(heads * dims, tokens))
-        to_tensor(channels, back)
+        channels, back = np.full((heads, dims, tokens), 9, kind), np.full((heads, tokens, dims), 9, kind)
+        transpose(x, channels)
+        assert np.array_equal(channels, x.transpose(0, 2, 1))
+        transpose(channels, back)
         assert np.array_equal(back, x)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_a_state_that_forgets_goes_on_as_one_that_holds_all(
         with pytest.raises(ValueError, match="no longer held"):
             layer.seen(near)
     with pytest.raises(ValueError, match="no longer held"):
-        memory.replace(layer.seen(SINKS + layer.gap), far=None).with_far(window)
+        replace(layer.seen(SINKS + layer.gap), far=None).with_far(window)
     state.truncate(0)
     assert not held(tensors_of(state.layers))
 
