@@ -134,11 +134,13 @@ def encode_batch(
     for t in tasks:
         _check_truth(t, fmt, predictor, profile.target)
     sums = [checksums.layer_checksums(t.truth, fmt) for t in tasks]
-    books = [_Book(profile.coder.writer(profile.scalars(len(t.token_ids)))) for t in tasks]
+    books = [_Book(profile.coder.writer(*profile.sizes(len(t.token_ids)))) for t in tasks]
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks])
     carries: list[object] = [None] * len(tasks)
     for layer in range(c.layers):
         guesses = run.guess(layer)
+        for book in books:
+            book.writer.layer()
         coded = [
             profile.loop_codec.encode(layer, task.truth[layer], guess, turn, ideal, book.writer, carry)
             for task, book, guess, turn, carry in zip(tasks, books, guesses, run.turns(), carries, strict=True)
@@ -158,7 +160,7 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     check_pair(predictor, profile)
     headers = [check_blob(predictor, profile, t) for t in tasks]
     readers = [
-        profile.coder.reader(blobs.streams(t.blob, h), profile.scalars(h.tokens))
+        profile.coder.reader(blobs.streams(t.blob, h), *profile.sizes(h.tokens))
         for t, h in zip(tasks, headers, strict=True)
     ]
     out: list[Layers] = [[] for _ in tasks]

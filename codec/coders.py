@@ -1,6 +1,6 @@
 """The coders a profile can name: how a chunk's scalars, under their laws, become bitstreams.
 
-    rans24x64-1             lane-interleaved rANS (codec.rans), one stream a chunk whose states go on from layer to layer; the default
+    rans24x64-1             lane-interleaved rANS (codec.rans), one stream for as many layers as make 3 MiB; the default
     constriction-ans24/0.5  the ANS coder of constriction (codec.entropy), one stream a tensor
 
 Both code the same laws; they are not bound to the same symbols. A writer is given layer after layer, V before K in the closed loop, K
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,9 @@ class Written:
 
 class Writer(Protocol):
     """Takes the scalars of one chunk. Both methods that take them return how many of them escaped."""
+
+    def layer(self) -> None:
+        """The next layer begins."""
 
     @property
     def sink(self) -> Sink | None:
@@ -94,25 +97,73 @@ class Coder:
         """Of constriction."""
         return CellModel(self.table, self.format, self.reference)
 
-    def writer(self, scalars: int) -> Writer:
-        """For a chunk of so many scalars, K and V of all layers."""
+    def writer(self, layers: int, scalars: int) -> Writer:
+        """For a chunk of so many layers of so many scalars each, K and V."""
         if self.name != rans.NAME:
             return _SeparateWriter(self.model, self.format)
-        return _LaneWriter(self, scalars)
+        return _LaneWriter(self, _Shared(layers, scalars, self.format.item_bytes))
 
-    def reader(self, streams: Sequence[bytes], scalars: int) -> Reader:
-        """For the streams of a chunk of so many scalars. Raises CorruptBlob."""
+    def reader(self, streams: Sequence[bytes], layers: int, scalars: int) -> Reader:
+        """For the streams of such a chunk. Raises CorruptBlob."""
         if self.name != rans.NAME:
             return _SeparateReader(self.model, self.format, streams)
-        if len(streams) != 1:
-            raise CorruptBlob(f"The blob has {len(streams)} bitstreams where its coder writes one; it is corrupt.")
-        return (_PlainReader if self.reference else _LaneReader)(self, streams[0], scalars)
+        shared = _Shared(layers, scalars, self.format.item_bytes)
+        if len(streams) != shared.streams:
+            raise CorruptBlob(
+                f"The blob has {len(streams)} bitstreams where its coder writes {shared.streams}; it is corrupt."
+            )
+        return _PlainReader(self, streams, shared) if self.reference else _LaneReader(self, streams, shared)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """How layers of so many scalars each, of so many raw bytes, share streams."""
+
+    layers: int
+    scalars: int
+    item_bytes: int
+
+    @property
+    def most(self) -> int:
+        """Layers of one stream."""
+        return rans.layers_a_stream(self.scalars * self.item_bytes)
+
+    @property
+    def streams(self) -> int:
+        """How many."""
+        return -(-self.layers // self.most)
+
+    def lanes(self, layer: int) -> int:
+        """Of the stream that begins with this layer; 0 where none does."""
+        return 0 if layer % self.most else rans.lane_count(self.scalars * min(self.most, self.layers - layer))
 
 
 class _LaneWriter:
-    def __init__(self, coder: Coder, count: int) -> None:
-        self._coder, self._encoder = coder, rans.Encoder(rans.lane_count(count))
+    def __init__(self, coder: Coder, shared: _Shared) -> None:
+        self._coder, self._shared, self._layer = coder, shared, 0
+        self._encoder = rans.Encoder(1)
         self._sides: list[int] = []
+        self._streams: list[bytes] = []
+        self._bytes = [0, 0]
+
+    def layer(self) -> None:
+        """See Writer."""
+        lanes = self._shared.lanes(self._layer)
+        if lanes:
+            self._close()
+            self._encoder = rans.Encoder(lanes)
+        self._layer += 1
+
+    def _close(self) -> None:
+        """Code what the layers of a stream have given."""
+        if self._layer == 0:
+            return
+        parts, lanes = self._encoder.parts, self._encoder.lanes
+        stream, sizes = rans_plain.encode(parts, lanes) if self._coder.reference else self._encoder.finish()
+        for size, side in zip(sizes, self._sides, strict=True):
+            self._bytes[side] += size
+        self._sides = []
+        self._streams.append(stream)
 
     @property
     def sink(self) -> Sink | None:
@@ -144,48 +195,63 @@ class _LaneWriter:
 
     def finish(self) -> Written:
         """See Writer."""
-        plain = self._coder.reference
-        stream, sizes = rans_plain.encode(self._encoder.parts, self._encoder.lanes) if plain else self._encoder.finish()
-        k = sum(size for size, side in zip(sizes, self._sides, strict=True) if side == 0)
-        return Written([stream], k, len(stream) - k)
+        self._close()
+        return Written(self._streams, *self._bytes)
 
 
-class _LaneReader:
-    def __init__(self, coder: Coder, stream: bytes, count: int) -> None:
-        self._decoder, self._tables = rans.Decoder(stream, rans.lane_count(count)), coder.tables
+StreamDecoder = TypeVar("StreamDecoder", rans.Decoder, rans_plain.Decoder)
+
+
+class _InTurn(Generic[StreamDecoder]):
+    """Reads streams in turn, each while the layers that share it are read."""
+
+    opened: type[StreamDecoder]
+
+    def __init__(self, coder: Coder, streams: Sequence[bytes], shared: _Shared) -> None:
+        self._coder, self._streams, self._shared, self._layer = coder, list(streams), shared, 0
+        self._decoders: list[StreamDecoder] = []
+
+    def layer(self) -> None:
+        """See Reader."""
+        lanes = self._shared.lanes(self._layer)
+        if lanes:
+            self.finish()
+            self._decoders = [self.opened(self._streams.pop(0), lanes)]
+        self._layer += 1
+
+    @property
+    def _decoder(self) -> StreamDecoder:
+        return self._decoders[0]
+
+    def finish(self) -> None:
+        """See Reader."""
+        for decoder in self._decoders:
+            decoder.finish()
+
+
+class _LaneReader(_InTurn[rans.Decoder]):
+    opened = rans.Decoder
 
     @property
     def source(self) -> Source | None:
         """See Reader."""
-        return Source(self._decoder, self._tables)
-
-    def layer(self) -> None:
-        """See Reader."""
+        return Source(self._decoder, self._coder.tables)
 
     def channel(self, side: int, mean: Floats, sigma: Floats) -> Ints:
         """See Reader."""
-        found: Ints = scalars.read_scaled(self._decoder, mean[None], sigma[None], self._tables)[0]
+        found: Ints = scalars.read_scaled(self._decoder, mean[None], sigma[None], self._coder.tables)[0]
         return found
 
     def tensor(self, side: int, mean: Floats, scales: ChannelScales) -> Ints:
         """See Reader."""
-        return scalars.read_gridded(self._decoder, *_rows(mean, scales), self._tables).reshape(mean.shape)
-
-    def finish(self) -> None:
-        """See Reader."""
-        self._decoder.finish()
+        return scalars.read_gridded(self._decoder, *_rows(mean, scales), self._coder.tables).reshape(mean.shape)
 
 
-class _PlainReader:
+class _PlainReader(_InTurn[rans_plain.Decoder]):
     """The same in plain integers."""
 
+    opened = rans_plain.Decoder
     source = None
-
-    def __init__(self, coder: Coder, stream: bytes, count: int) -> None:
-        self._coder, self._decoder = coder, rans_plain.Decoder(stream, rans.lane_count(count))
-
-    def layer(self) -> None:
-        """See Reader."""
 
     def channel(self, side: int, mean: Floats, sigma: Floats) -> Ints:
         """See Reader."""
@@ -197,10 +263,6 @@ class _PlainReader:
         rows = zip(*_rows(mean, scales), strict=True)
         found: Ints = np.stack([self._decoder.row(*row, self._coder.tables) for row in rows])
         return found.reshape(mean.shape)
-
-    def finish(self) -> None:
-        """See Reader."""
-        self._decoder.finish()
 
 
 def _rows(mean: Floats, scales: ChannelScales) -> tuple[Floats, Ints, Ints]:
@@ -216,6 +278,9 @@ class _SeparateWriter:
     def __init__(self, model: CellModel, fmt: NumberFormat) -> None:
         self._model, self._fmt = model, fmt
         self._sides: tuple[list[bytes], list[bytes]] = ([], [])
+
+    def layer(self) -> None:
+        """See Writer."""
 
     def channels(self, side: int, patterns: Ints, mean: Floats, sigma: Floats) -> int:
         """See Writer."""

@@ -32,7 +32,7 @@ def known_answer(predictor: Predictor, profile: Profile) -> bytes:
     state, digests = predictor.new_state(), [digest(exact.elementwise_sample(predictor.device))]
     for begin in range(0, len(tokens), KNOWN_TOKENS // 2):
         part = tokens[begin : begin + KNOWN_TOKENS // 2]
-        run, writer = predictor.run([state], [part]), profile.coder.writer(profile.scalars(len(part)))
+        run, writer = predictor.run([state], [part]), profile.coder.writer(*profile.sizes(len(part)))
         carry: object = None
         given: list[tuple[Pair, Pair, object]] = []
         for layer in range(c.layers):
@@ -40,6 +40,7 @@ def known_answer(predictor: Predictor, profile: Profile) -> bytes:
             near = [g if scales is None else g / scales[layer, n][:, None, None] for n, g in enumerate(guess)]
             truth = _made_up_truth(near[0], layer, fmt), _made_up_truth(near[1], layer + 1, fmt)
             given.append((guess, turn, carry))
+            writer.layer()
             coded = profile.loop_codec.encode(layer, truth, guess, turn, False, writer, carry)
             carry = coded.next.carry
             digests.append(digest(b"".join(_bits(t) for t in (*guess, run.h))))
@@ -57,7 +58,7 @@ def _decoded(profile: Profile, streams: list[bytes], tokens: int, given: list[tu
     """Digest of what streams decode to; given: guess, turn and carry of every layer."""
     parts = []
     try:
-        reader = profile.coder.reader(streams, profile.scalars(tokens))
+        reader = profile.coder.reader(streams, *profile.sizes(tokens))
         for layer, (guess, turn, carry) in enumerate(given):
             reader.layer()
             values = profile.loop_codec.decode(layer, reader, guess, turn, carry).values

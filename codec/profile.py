@@ -102,10 +102,10 @@ class Profile:
         """Fingerprint of the predictor it was calibrated with."""
         return bytes.fromhex(self.facts.predictor)
 
-    def scalars(self, tokens: int) -> int:
-        """How many a chunk of so many tokens has, K and V of all layers."""
+    def sizes(self, tokens: int) -> tuple[int, int]:
+        """Of a chunk of so many tokens: its layers, and how many scalars each has, K and V."""
         f = self.facts
-        return 2 * f.layers * f.kv_heads * f.head_dim * tokens
+        return f.layers, 2 * f.kv_heads * f.head_dim * tokens
 
     @cached_property
     def coder(self) -> Coder:

@@ -8,7 +8,7 @@ A *symbol* is an interval [start, start + freq) of the 2**PRECISION slots. The s
 
 (J. Duda, "Asymmetric numeral systems", arXiv:1311.2540; lanes that share one stream: F. Giesen, "Interleaved entropy coders",
 arXiv:1402.3392.) Encoding takes all symbols in reverse, so that the decoder's words come in order. The stream is the lanes' final
-states, 8 bytes each, then the words, little-endian. A lane costs 4 bytes more than it holds, so its state goes on from layer to layer.
+states, 8 bytes each, then the words, little-endian. A lane costs 4 bytes more than it holds, so its state goes on through some layers.
 
 Three paths give the same bytes: compiled loops here, plain integers in codec.rans_plain, tensors in codec.rans_torch.
 """
@@ -28,12 +28,13 @@ PRECISION = 24
 LOW = 1 << 31
 MAX_LANES = 32
 SCALARS_A_LANE = 1 << 14  # at 1 bit a scalar the 4 bytes that a lane costs are then 0.2 %
+STREAM_BYTES = 3 << 20  # of the raw cache; an encoder holds all symbols of a stream, some 16 MB then
 NAME = "rans24x64-1"
 Words = NDArray[np.uint32]
 States = NDArray[np.uint64]
 Codes = NDArray[np.uint64]
 LANE_SHIFT, FREQ_SHIFT = 24, 32
-_SEGMENT = 1 << 20  # symbols that memory is asked for at once
+_SEGMENT = 1 << 18  # symbols that memory is asked for at once
 
 _PRECISION, _WORD, _LOW = np.uint64(PRECISION), np.uint64(32), np.uint64(LOW)
 _LIMIT_SHIFT = np.uint64(63 - PRECISION)
@@ -42,8 +43,13 @@ _WORD_MASK = np.uint64(0xFFFFFFFF)
 _LANE_SHIFT, _FREQ_SHIFT, _LANES = np.uint64(LANE_SHIFT), np.uint64(FREQ_SHIFT), np.uint64(MAX_LANES - 1)
 
 
+def layers_a_stream(size: int) -> int:
+    """How many layers of so many raw bytes, K and V, share a stream: of STREAM_BYTES at most, but one layer at least."""
+    return max(1, STREAM_BYTES // max(1, size))
+
+
 def lane_count(scalars: int) -> int:
-    """Lanes of a chunk of so many scalars: one for SCALARS_A_LANE, rounded down to a power of two, at least 1, at most MAX_LANES."""
+    """Lanes of a stream of so many scalars: one for SCALARS_A_LANE, rounded down to a power of two, at least 1, at most MAX_LANES."""
     return min(MAX_LANES, 1 << max((scalars // SCALARS_A_LANE).bit_length() - 1, 0))
 
 
@@ -113,9 +119,9 @@ class Encoder:
         states = np.full(self.lanes, LOW, np.uint64)
         scratch = np.empty(MAX_LANES, np.uint32), np.empty(MAX_LANES, np.int64)
         words: list[Words] = []
+        out = np.empty(max(map(len, self._parts), default=0), np.uint32)
         for part in reversed(self._parts):
-            out = np.empty(len(part), np.uint32)
-            words.append(out[_encode(part.codes, states, *scratch, out) :])
+            words.append(out[_encode(part.codes, states, *scratch, out) :].copy())
         words.reverse()
         sizes = [4 * len(w) for w in words]
         if sizes:

@@ -311,7 +311,7 @@ def test_another_number_of_bitstreams_is_refused(order: list[int]) -> None:
     with pytest.raises(errors.CorruptBlob):
         decode(with_streams(order), profile=separate()[0])
     s = sample()
-    with pytest.raises(errors.CorruptBlob, match="bitstreams where its coder writes one"):
+    with pytest.raises(errors.CorruptBlob, match="2 bitstreams where its coder writes 1"):
         decode(
             blobs.pack(
                 blobs.read_header(s.chunk.blob), blobs.streams(s.chunk.blob, blobs.read_header(s.chunk.blob)) * 2

@@ -121,14 +121,15 @@ def test_any_joint_model_round_trips_any_truth(
         coders = [Coder(coder_name, gaussian_table(), fmt, reference) for reference in (False, True)]
         written = []
         for coder, some, ideal in ((coders[0], loop, True), (coders[0], loop, False), (coders[1], plain, False)):
-            writer = coder.writer(scalars)
+            writer = coder.writer(1, scalars)
+            writer.layer()
             coded = some.encode(0, truth, guess, turn, ideal, writer, carry)
             written.append((writer.finish(), coded.escapes))
         assert written[1] == written[2], "compiled and plain"
         assert written[0] == written[1], "with costs and without"
         streams = written[0][0].streams
         for coder, some in itertools.product(coders, (loop, plain)):
-            reader = coder.reader(streams, scalars)
+            reader = coder.reader(streams, 1, scalars)
             reader.layer()
             decoded = some.decode(0, reader, guess, turn, carry)
             reader.finish()
@@ -159,7 +160,7 @@ def test_any_stream_decodes_to_something_or_is_refused(stream: bytes, seed: int)
     for name in NAMES:
         coder = Coder(name, gaussian_table(), BF16)
         try:
-            reader = coder.reader(streams.get(name, [stream[:cut], stream[cut:]]), 5)
+            reader = coder.reader(streams.get(name, [stream[:cut], stream[cut:]]), 1, 5)
             reader.layer()
             decoded = loop.decode(0, reader, guess, turn)
         except errors.CorruptBlob:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from codec import rans, rans_plain, rans_torch, scalars
 from codec.cells import Ints
+from codec.coders import Coder
 from codec.errors import CorruptBlob
 from codec.formats import BF16, FORMATS, FP8_E4M3, NumberFormat
 from codec.rans import LOW, PRECISION, Symbols, lane_count
@@ -332,21 +334,66 @@ def constriction_bytes(parts: list[Symbols]) -> int:
     ("fmt", "sigma", "least", "most"), [(BF16, 0.0055, 2.9, 3.1), (FP8_E4M3, 0.0115, 0.85, 0.95)], ids=["3", "0.9"]
 )
 def test_size_is_constrictions(fmt: NumberFormat, sigma: float, least: float, most: float) -> None:
-    """A full chunk: 256 tokens, 30 layers of 384 channels, states carried on."""
+    """A full chunk: 256 tokens, 30 layers of 384 channels."""
     rng, layers, shape = np.random.default_rng(7), 30, (384, 256)
-    lanes = lane_count(layers * shape[0] * shape[1])
-    encoder, sigmas = rans.Encoder(lanes), np.full(shape, sigma)
-    truths = []
+    sizes, sigmas = (layers, shape[0] * shape[1]), np.full(shape, sigma)
+    coders = [Coder(rans.NAME, gaussian_table(), fmt, reference) for reference in (False, True)]
+    writer, truths, parts = coders[0].writer(*sizes), [], []
     for _ in range(layers):
         mean = rng.standard_normal(shape)
         truth = samples.cast(torch.from_numpy(mean + sigma * rng.standard_normal(shape)), fmt)
         truths.append((mean, fmt.patterns(truth)))
-        encoder.add(scalars.put_scaled(truths[-1][1], mean, sigmas, TABLES[fmt.name], lanes)[0])
-    stream, _ = encoder.finish()
-    bits = 8 * len(stream) / (layers * shape[0] * shape[1])
-    assert least < bits < most
-    assert len(stream) <= 1.001 * constriction_bytes(encoder.parts)
-    coder = rans.Decoder(stream, lanes)
+        writer.layer()
+        writer.channels(0, truths[-1][1], mean, sigmas)
+        parts.append(scalars.put_scaled(truths[-1][1], mean, sigmas, TABLES[fmt.name], 1)[0])
+    written = writer.finish()
+    assert len(written.streams) == (1 if fmt.coarse else 2)
+    size = sum(map(len, written.streams))
+    assert (written.bytes_k, written.bytes_v) == (size, 0)
+    assert least < 8 * size / math.prod(sizes) < most
+    assert size <= 1.001 * constriction_bytes(parts)
+    reader = coders[0].reader(written.streams, *sizes)
     for mean, patterns in truths:
-        assert np.array_equal(scalars.read_scaled(coder, mean, sigmas, TABLES[fmt.name]), patterns)
-    coder.finish()
+        reader.layer()
+        assert reader.source is not None
+        assert np.array_equal(scalars.read_scaled(reader.source.coder, mean, sigmas, TABLES[fmt.name]), patterns)
+    reader.finish()
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_layers_share_streams(layers: int, most: int, width: int, seed: int) -> None:
+    """Streams hold whole layers, each is used up by its own, and both paths agree."""
+    rng, scalars_a_layer = np.random.default_rng(seed), 2 * width * 3
+    coders = [Coder(rans.NAME, gaussian_table(), BF16, reference) for reference in (False, True)]
+    patterns = rng.integers(0, 1 << 16, (layers, 2, width, 3))
+    law = np.zeros((width, 3)), np.ones((width, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rans, "STREAM_BYTES", most * scalars_a_layer * BF16.item_bytes)
+        written = []
+        for coder in coders:
+            writer = coder.writer(layers, scalars_a_layer)
+            for layer in patterns:
+                writer.layer()
+                assert writer.channels(1, layer[1], *law) + writer.channels(0, layer[0], *law) <= layer.size
+            written.append(writer.finish())
+        assert written[0] == written[1]
+        streams = written[0].streams
+        assert len(streams) == -(-layers // most)
+        assert written[0].bytes_k + written[0].bytes_v == sum(map(len, streams))
+        for coder in coders:
+            reader = coder.reader(streams, layers, scalars_a_layer)
+            for layer in patterns:
+                reader.layer()
+                found = [np.stack([reader.channel(side, m, s) for m, s in zip(*law, strict=True)]) for side in (1, 0)]
+                assert np.array_equal(found, layer[::-1])
+            reader.finish()
+            for bad in (streams[:-1], [*streams, streams[0]]):
+                with pytest.raises(CorruptBlob, match="bitstreams where"):
+                    coder.reader(bad, layers, scalars_a_layer)
+            with pytest.raises(CorruptBlob):
+                reader = coder.reader([stream + bytes(4) for stream in streams], layers, scalars_a_layer)
+                for _ in range(layers):
+                    reader.layer()
+                    [reader.channel(side, m, s) for side in (1, 0) for m, s in zip(*law, strict=True)]
+                reader.finish()

@@ -80,7 +80,13 @@ class Chunk:
     @property
     def scalars(self) -> int:
         """K and V of all layers."""
-        return sum(t.numel() for pair in self.truth for t in pair)
+        layers, scalars = self.sizes
+        return layers * scalars
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(layers, scalars of each)"""
+        return len(self.truth), sum(t.numel() for t in self.truth[0])
 
 
 # ---------------------------------------------------------------- command line
@@ -215,8 +221,9 @@ def put(coder: Coder, chunks: Sequence[Chunk]) -> list[list[bytes]]:
     """Streams of each chunk, from known laws."""
     out = []
     for chunk in chunks:
-        writer = coder.writer(chunk.scalars)
+        writer = coder.writer(*chunk.sizes)
         for layer in chunk.laws:
+            writer.layer()
             for part in layer:
                 writer.channels(*part)
         out.append(writer.finish().streams)
@@ -227,7 +234,7 @@ def read(coder: Coder, chunks: Sequence[Chunk], streams: Sequence[list[bytes]]) 
     """Patterns of each chunk in the order in which they were coded, from known laws."""
     out = []
     for chunk, some in zip(chunks, streams, strict=True):
-        reader, found = coder.reader(some, chunk.scalars), list[Ints]()
+        reader, found = coder.reader(some, *chunk.sizes), list[Ints]()
         for layer in chunk.laws:
             reader.layer()
             for side, _, mean, sigma in layer:
@@ -245,8 +252,9 @@ def put_joint(loop: ClosedLoop, coder: Coder, chunks: Sequence[Chunk]) -> list[l
     """Streams of each chunk, from its guesses."""
     out = []
     for chunk in chunks:
-        writer, carry = coder.writer(chunk.scalars), None
+        writer, carry = coder.writer(*chunk.sizes), None
         for layer, (truth, guess, turn) in enumerate(zip(chunk.truth, chunk.guesses, chunk.turns, strict=True)):
+            writer.layer()
             carry = loop.encode(layer, truth, guess, turn, False, writer, carry).next.carry
         out.append(writer.finish().streams)
     return out
@@ -256,7 +264,7 @@ def read_joint(loop: ClosedLoop, coder: Coder, chunks: Sequence[Chunk], streams:
     """Caches of each chunk, from its guesses."""
     out = []
     for chunk, some in zip(chunks, streams, strict=True):
-        reader, carry, layers = coder.reader(some, chunk.scalars), None, Layers()
+        reader, carry, layers = coder.reader(some, *chunk.sizes), None, Layers()
         for layer, (guess, turn) in enumerate(zip(chunk.guesses, chunk.turns, strict=True)):
             reader.layer()
             decoded = loop.decode(layer, reader, guess, turn, carry)

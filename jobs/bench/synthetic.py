@@ -84,12 +84,13 @@ class _Made:
         return k, v
 
     def encode(self) -> list[bytes]:
-        writer = self._coder.writer(LAYERS * self.scalars)
+        writer = self._coder.writer(1, LAYERS * self.scalars)
+        writer.layer()
         self._loop.encode(0, self._truth, self._guess, self._turn, False, writer)
         return writer.finish().streams
 
     def decode(self) -> Pair:
-        reader = self._coder.reader(self._streams, LAYERS * self.scalars)
+        reader = self._coder.reader(self._streams, 1, LAYERS * self.scalars)
         reader.layer()
         values = self._loop.decode(0, reader, self._guess, self._turn).values
         reader.finish()
