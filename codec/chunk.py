@@ -19,7 +19,7 @@ from codec.coders import Writer
 from codec.formats import NumberFormat
 from codec.ideal import Cost, LayerCosts
 from codec.loop import CodedLayer, DecodedLayer, follow
-from codec.predictor import Predictor, PredictorState
+from codec.predictor import Predictor, PredictorState, Stored
 from codec.profile import Profile
 
 Layers = list[tuple[Tensor, Tensor]]
@@ -78,12 +78,16 @@ class DecodedChunk:
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """One chunk to encode: state before it, token ids int64 [T], true layers, identity."""
+    """One chunk to encode: state before it, token ids int64 [T], true layers, identity.
+
+    shared: whether the true layers stay as they are as long as the state lives; it then holds them, which saves a copy.
+    """
 
     state: PredictorState
     token_ids: Tensor
     truth: Layers
     identity: ChunkIdentity
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,15 @@ class DecodeTask:
 
 def encode(
     predictor: Predictor, profile: Profile, state: PredictorState, token_ids: Tensor, truth: Layers, identity: ChunkIdentity,
-    *, ideal: bool = False,
+    *, ideal: bool = False, shared: bool = False,
 ) -> EncodedChunk:  # fmt: skip
     """Encode one chunk and take its tokens into `state` (left as it was on an error).
 
     token_ids: int64 [T], T >= 1; truth: (K, V) of every layer, [kv_heads, T, head_dim] in the profile's cache format, any bit
-    patterns; ideal: also compute the ideal code length, for reports. Raises UserError, WrongTarget, WrongPredictor.
+    patterns; ideal: also compute the ideal code length, for reports; shared: see EncodeTask. Raises UserError, WrongTarget,
+    WrongPredictor.
     """
-    return encode_batch(predictor, profile, [EncodeTask(state, token_ids, truth, identity)], ideal=ideal)[0]
+    return encode_batch(predictor, profile, [EncodeTask(state, token_ids, truth, identity, shared)], ideal=ideal)[0]
 
 
 def decode(
@@ -149,7 +154,7 @@ def encode_batch(
         for book, part in zip(books, coded, strict=True):
             book.add(part)
         if layer < c.layers - 1:
-            follow(run, layer, [part.next for part in coded])
+            follow(run, layer, [part.next for part in coded], [_stored(t, layer, profile) for t in tasks])
     out = [_finish(predictor, profile, *parts) for parts in zip(tasks, books, sums, strict=True)]
     run.commit()
     return out
@@ -203,6 +208,14 @@ def checked_layer(
                 "computed other guesses here than when it was encoded, or the blob was forged."
             )
     return decoded.values
+
+
+def _stored(task: EncodeTask, layer: int, profile: Profile) -> Stored | None:
+    """The layer for the state to hold, if it may."""
+    if not task.shared:
+        return None
+    scales, device = profile.scales, task.truth[layer][0].device
+    return Stored(task.truth[layer], None if scales is None else scales.factors(layer).to(device))
 
 
 class _Book:

@@ -1,6 +1,6 @@
 """The coders a profile can name: how a chunk's scalars, under their laws, become bitstreams.
 
-    rans24x64-1             lane-interleaved rANS (codec.rans), one stream for as many layers as make 3 MiB; the default
+    rans24x64-1             lane-interleaved rANS (codec.rans), one stream for as many layers as make a million scalars; the default
     constriction-ans24/0.5  the ANS coder of constriction (codec.entropy), one stream a tensor
 
 Both code the same laws; they are not bound to the same symbols. A writer is given layer after layer, V before K in the closed loop, K
@@ -23,6 +23,7 @@ from codec.formats import NumberFormat
 from codec.geometry import Floats
 from codec.residual import CellModel, ChannelScales, place_values, scale_integers
 from codec.scalar_kernels import Tables
+from codec.scalar_put import room_for
 from codec.scalars import Sink, Source
 
 DEFAULT = rans.NAME
@@ -101,13 +102,13 @@ class Coder:
         """For a chunk of so many layers of so many scalars each, K and V."""
         if self.name != rans.NAME:
             return _SeparateWriter(self.model, self.format)
-        return _LaneWriter(self, _Shared(layers, scalars, self.format.item_bytes))
+        return _LaneWriter(self, _Shared(layers, scalars, self.format.coarse))
 
     def reader(self, streams: Sequence[bytes], layers: int, scalars: int) -> Reader:
         """For the streams of such a chunk. Raises CorruptBlob."""
         if self.name != rans.NAME:
             return _SeparateReader(self.model, self.format, streams)
-        shared = _Shared(layers, scalars, self.format.item_bytes)
+        shared = _Shared(layers, scalars, self.format.coarse)
         if len(streams) != shared.streams:
             raise CorruptBlob(
                 f"The blob has {len(streams)} bitstreams where its coder writes {shared.streams}; it is corrupt."
@@ -117,16 +118,16 @@ class Coder:
 
 @dataclass(frozen=True)
 class _Shared:
-    """How layers of so many scalars each, of so many raw bytes, share streams."""
+    """How layers of so many scalars each share streams."""
 
     layers: int
     scalars: int
-    item_bytes: int
+    coarse: bool
 
     @property
     def most(self) -> int:
         """Layers of one stream."""
-        return rans.layers_a_stream(self.scalars * self.item_bytes)
+        return rans.layers_a_stream(self.scalars, self.coarse)
 
     @property
     def streams(self) -> int:
@@ -141,7 +142,7 @@ class _Shared:
 class _LaneWriter:
     def __init__(self, coder: Coder, shared: _Shared) -> None:
         self._coder, self._shared, self._layer = coder, shared, 0
-        self._encoder = rans.Encoder(1)
+        self._encoder = rans.Encoder(1, room_for(shared.scalars * min(shared.most, shared.layers)))
         self._sides: list[int] = []
         self._streams: list[bytes] = []
         self._bytes = [0, 0]
@@ -151,7 +152,7 @@ class _LaneWriter:
         lanes = self._shared.lanes(self._layer)
         if lanes:
             self._close()
-            self._encoder = rans.Encoder(lanes)
+            self._encoder.begin(lanes)
         self._layer += 1
 
     def _close(self) -> None:

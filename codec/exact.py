@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +36,13 @@ _INV_448 = 1.0 / 448.0
 _INV_127 = 1.0 / 127.0
 _FLOAT32_TERMS = 1024  # int8 products whose sum stays below 2**24
 LOG2E = 1.4426950408889634
+_NUMPY = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+}
 # Minimax polynomial of 2**f on [0, 1) with p(0) = 1, degree 5 (our own fit by Lawson's iteration, relative error 8.3e-8).
 EXP2 = (1.0, 0.6931512951850891, 0.24016444385051727, 0.05579991266131401, 0.009017030708491802, 0.001867129816673696)
 # pi/2 in two parts; the first has 33 bits, so that n * _PIO2_HI is exact for n < 2**20 (Cody and Waite).
@@ -76,7 +85,25 @@ def product_int8(a: Tensor, b: Tensor) -> Tensor:
 
 def _int8_kernel(a: Tensor, b: Tensor) -> Tensor:
     # of a row that is a transposed column torch 2.13 reads other memory: it takes the row's stride for the matrix's
-    return torch._int_mm(a.flatten()[None] if len(a) == 1 else a, b)
+    out = empty((len(a), b.shape[1]), torch.int32, a.device)
+    return torch._int_mm(a.flatten()[None] if len(a) == 1 else a, b, out=out)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.empty. On a CPU the memory is numpy's: what torch asks for is aligned in a way that keeps glibc before 2.38 from giving
+    the same place to the next tensor of the size, and a process that frees and takes large tensors grows by as much again."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(shape, _NUMPY[dtype]))
+
+
+def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """As torch.cat of tensors of one dtype and device, in memory as `empty` gives it; of one part nothing is copied."""
+    if len(parts) == 1:
+        return parts[0]
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)  # exact: counts
+    return torch.cat(list(parts), dim, out=empty(shape, parts[0].dtype, parts[0].device))
 
 
 def int8_kernel_serves(device: torch.device) -> bool:

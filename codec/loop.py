@@ -16,7 +16,7 @@ from torch import Tensor
 
 from codec.formats import NumberFormat
 from codec.ideal import Cost, cost
-from codec.predictor import Run
+from codec.predictor import Run, Stored
 from codec.residual import ChannelScales
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ class LoopCodec(Protocol):
         """The inverse; raises CorruptBlob."""
 
 
-def follow(run: Run, layer: int, steps: Sequence[Next]) -> None:
-    """Advance a run of several sequences by what each of them goes on with."""
+def follow(run: Run, layer: int, steps: Sequence[Next], stored: Sequence[Stored | None] | None = None) -> None:
+    """Advance a run of several sequences by what each of them goes on with; stored: see Run.advance."""
     corrections = [step.correction for step in steps if step.correction is not None]
-    run.advance(layer, [step.attend for step in steps], corrections or None)
+    run.advance(layer, [step.attend for step in steps], corrections or None, stored)
 
 
 class OpenLoop:

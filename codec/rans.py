@@ -28,13 +28,15 @@ PRECISION = 24
 LOW = 1 << 31
 MAX_LANES = 32
 SCALARS_A_LANE = 1 << 14  # at 1 bit a scalar the 4 bytes that a lane costs are then 0.2 %
-STREAM_BYTES = 3 << 20  # of the raw cache; an encoder holds all symbols of a stream, some 16 MB then
+STREAM_SCALARS, COARSE_SCALARS = (
+    1 << 20,
+    3 << 20,
+)  # an encoder holds all symbols of a stream; few bits a scalar want longer ones
 NAME = "rans24x64-1"
 Words = NDArray[np.uint32]
 States = NDArray[np.uint64]
 Codes = NDArray[np.uint64]
 LANE_SHIFT, FREQ_SHIFT = 24, 32
-_SEGMENT = 1 << 18  # symbols that memory is asked for at once
 
 _PRECISION, _WORD, _LOW = np.uint64(PRECISION), np.uint64(32), np.uint64(LOW)
 _LIMIT_SHIFT = np.uint64(63 - PRECISION)
@@ -43,9 +45,10 @@ _WORD_MASK = np.uint64(0xFFFFFFFF)
 _LANE_SHIFT, _FREQ_SHIFT, _LANES = np.uint64(LANE_SHIFT), np.uint64(FREQ_SHIFT), np.uint64(MAX_LANES - 1)
 
 
-def layers_a_stream(size: int) -> int:
-    """How many layers of so many raw bytes, K and V, share a stream: of STREAM_BYTES at most, but one layer at least."""
-    return max(1, STREAM_BYTES // max(1, size))
+def layers_a_stream(scalars: int, coarse: bool) -> int:
+    """How many layers of so many scalars, K and V, share a stream: as many as have STREAM_SCALARS at most (of a coarse format
+    COARSE_SCALARS), but one layer at least."""
+    return max(1, (COARSE_SCALARS if coarse else STREAM_SCALARS) // max(1, scalars))
 
 
 def lane_count(scalars: int) -> int:
@@ -87,10 +90,17 @@ class Symbols:
 class Encoder:
     """Collects symbols in decoding order, part by part, and codes them when finished."""
 
-    def __init__(self, lanes: int) -> None:
+    def __init__(self, lanes: int, most: int = 0) -> None:
+        """most: symbols of a stream, where that is known: they then lie side by side."""
         self.lanes = lanes
         self._parts: list[Symbols] = []
-        self._free: Codes = np.empty(0, np.uint64)
+        self._most = most
+        self._room: Codes = np.empty(0, np.uint64)
+        self._free = self._room
+
+    def begin(self, lanes: int) -> None:
+        """Begin another stream, in the same room."""
+        self.lanes, self._parts, self._free = lanes, [], self._room
 
     @property
     def parts(self) -> list[Symbols]:
@@ -103,7 +113,7 @@ class Encoder:
         They are then added in the order in which they lie there, from its begin on.
         """
         if len(self._free) < symbols:
-            self._free = np.empty(max(_SEGMENT, 4 * symbols), np.uint64)
+            self._room = self._free = np.empty(max(self._most, symbols), np.uint64)
         return self._free
 
     def add(self, part: Symbols) -> None:

@@ -95,6 +95,10 @@ class CacheScales:
         """What FP8 values [kv_heads, T, head_dim] stand for: times the scale in float32, then rounded to `dtype`."""
         return (stored.float() * self._factor(stored, layer, side)).to(dtype)
 
+    def factors(self, layer: int) -> Tensor:
+        """Of one layer, float32 [2 (K, V), kv_heads, 1, 1]."""
+        return torch.from_numpy(self.values[layer].copy())[:, :, None, None]
+
     def _factor(self, like: Tensor, layer: int, side: int) -> Tensor:
         heads = self.values[layer, side]
         if like.dim() != 3 or like.shape[0] != len(heads):

@@ -15,6 +15,7 @@ from pipeline.chain import Chain, Next, Tokens, decode_blob
 from pipeline.store import ObjectMissing, Store
 from pipeline.truth import Truth
 from pipeline.work import ADOPTED, KEPT, WRITTEN, Job, OtherBits
+from pipeline.worker_process import give_back
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,12 @@ class ChainEncoder:
 
     def _compute(self, chunk: Next) -> codec.EncodedChunk:
         truth = list(self.truth.next(chunk))
-        return codec.encode(self._predictor, self._profile, self._state, chunk.ids, truth, chunk.identity, ideal=True)
+        give_back()  # the target's temporary tensors are others than the predictor's: those of both would stay
+        encoded = codec.encode(
+            self._predictor, self._profile, self._state, chunk.ids, truth, chunk.identity, ideal=True, shared=True
+        )
+        give_back()
+        return encoded
 
     def _check_lost(self, chunk: Next, digest: bytes, lost: bytes | None) -> None:
         if lost is not None and digest != lost:

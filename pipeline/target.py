@@ -35,7 +35,6 @@ __all__ = [
 ]  # fmt: skip
 
 KV = tuple[Tensor, Tensor]
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes a value
 
 
 class Target:
@@ -82,13 +81,12 @@ class Target:
         return {f"{self._prefix}.{name}": tensor for name, tensor in self._model.state_dict().items()}
 
     def new_cache(self) -> Any:
-        """An empty transformers DynamicCache for one prompt."""
-        cache = _new_cache(self._hf_config, self.source)
-        if self.scales is not None:
-            from pipeline.fp8_cache import QuantisedLayer
+        """An empty transformers DynamicCache for one prompt, of layers as in pipeline.piece_cache."""
+        from pipeline.piece_cache import PieceLayer
 
-            layers = range(len(cache.layers))
-            cache.layers = [QuantisedLayer(self.scales, i, self.format, self.dtype) for i in layers]
+        cache = _new_cache(self._hf_config, self.source)
+        layers = range(len(cache.layers))
+        cache.layers = [PieceLayer(self.dtype, i, self.format, self.scales) for i in layers]
         return cache
 
     @staticmethod
@@ -100,25 +98,26 @@ class Target:
     def prefill(self, cache: Any, token_ids: Tensor) -> list[KV]:
         """Run the model over the next tokens of the cache's prompt, in one forward pass.
 
-        token_ids: 1-D int64. Returns K and V (after RoPE) of these tokens only, a pair a layer, each a contiguous copy
-        [kv_heads, tokens, head_dim] in the cache's format on the layer's device. How a prompt is split into calls changes
-        last bits: callers record it. Raises UserError for ids out of the vocabulary or past the context length.
+        token_ids: 1-D int64. Returns K and V (after RoPE) of these tokens only, a pair a layer, each contiguous
+        [kv_heads, tokens, head_dim] in the cache's format on the layer's device. They are the cache's own and never change: do not
+        write to them. How a prompt is split into calls changes last bits: callers record it. Raises UserError for ids out of the
+        vocabulary or past the context length.
         """
         self._forward(cache, token_ids)
-        return self._read(cache, self.length(cache) - len(token_ids), len(token_ids))
+        return self.read(cache, self.length(cache) - len(token_ids), len(token_ids))
 
     @torch.no_grad()
     def prefill_states(self, cache: Any, token_ids: Tensor) -> tuple[list[KV], list[Tensor]]:
         """As `prefill`, and the hidden state entering every layer: [tokens, hidden] in the run dtype, on the CPU."""
         out = self._forward(cache, token_ids, output_hidden_states=True)
         states = [state[0].cpu() for state in out.hidden_states[: len(cache.layers)]]
-        return self._read(cache, self.length(cache) - len(token_ids), len(token_ids)), states
+        return self.read(cache, self.length(cache) - len(token_ids), len(token_ids)), states
 
     def read(self, cache: Any, first_token: int, tokens: int) -> list[KV]:
-        """Copies of K and V of tokens first_token … first_token + tokens, as `prefill` returns them."""
+        """K and V of tokens first_token … first_token + tokens, as `prefill` returns them."""
         if first_token < 0 or tokens < 1 or first_token + tokens > self.length(cache):
             raise ValueError(f"tokens {first_token}+{tokens} are not in a cache of {self.length(cache)}")
-        return self._read(cache, first_token, tokens)
+        return [layer.read(first_token, tokens) for layer in cache.layers]
 
     @torch.no_grad()
     def truncate(self, cache: Any, length: int) -> None:
@@ -145,43 +144,17 @@ class Target:
         if not 0 <= first_token <= have:
             raise ValueError(f"cannot put tokens at {first_token} into a cache of {have}")
         for index, (layer, pair) in enumerate(zip(cache.layers, layers, strict=True)):
-            tokens = pair[0].shape[1]
-            inside = min(tokens, have - first_token)
-            if inside:
-                self._overwrite(layer, first_token, (pair[0][:, :inside], pair[1][:, :inside]))
-            if inside < tokens:
-                device = layer.keys.device if have else self._layer_device(index)
-                self._append(cache, index, (pair[0][:, inside:].to(device), pair[1][:, inside:].to(device)))
-
-    def _overwrite(self, layer: Any, first: int, pair: KV) -> None:
-        if self.scales is not None:
-            layer.overwrite(first, pair)
-            return
-        for stored, new in zip((layer.keys, layer.values), pair, strict=True):
-            _overwrite(stored[0, :, first : first + new.shape[1]], new)
-
-    def _append(self, cache: Any, index: int, pair: KV) -> None:
-        if self.scales is not None:
-            cache.layers[index].append(pair)
-        else:
-            cache.update(pair[0].unsqueeze(0), pair[1].unsqueeze(0), index)
+            device = layer.device if have else self._layer_device(index)
+            layer.put(first_token, (pair[0].to(device), pair[1].to(device)))
 
     def _forward(self, cache: Any, token_ids: Tensor, **more: Any) -> Any:
         self._check_ids(token_ids, self.length(cache))
         device = self._model.get_input_embeddings().weight.device
         ids = token_ids.to(device).unsqueeze(0)
-        return self._model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **more)
+        from pipeline.piece_cache import gather
 
-    def _read(self, cache: Any, first: int, tokens: int) -> list[KV]:
-        if self.scales is not None:
-            return [layer.read(first, tokens) for layer in cache.layers]
-        out = []
-        for layer in cache.layers:
-            key, value = (t[0, :, first : first + tokens].detach() for t in (layer.keys, layer.values))
-            if key.dtype != self.dtype or value.dtype != self.dtype:
-                raise UserError(f"the cache of {self.source.name!r} is in {key.dtype}, not in {self.cache_format}")
-            fmt = torch.contiguous_format
-            out.append((key.clone(memory_format=fmt), value.clone(memory_format=fmt)))
+        out = self._model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **more)
+        gather(cache.layers)
         return out
 
     def _check_ids(self, ids: Tensor, have: int) -> None:
@@ -282,11 +255,3 @@ def _check_layers(layers: Sequence[KV], count: int, dtype: torch.dtype) -> None:
             if tensor.dim() != 3 or tensor.shape[1] != tokens or tokens == 0 or tensor.dtype != dtype:
                 got = f"{tensor.dtype} {list(tensor.shape)}"
                 raise ValueError(f"layer {index}: expected {dtype} [kv_heads, {tokens}, head_dim], got {got}")
-
-
-def _overwrite(place: Tensor, bits: Tensor) -> None:
-    """Copy by bit view: no conversion may touch a NaN payload."""
-    if place.shape != bits.shape:
-        raise ValueError(f"expected a tensor of {list(place.shape)}, got {list(bits.shape)}")
-    view = _BITS[place.element_size()]
-    place.view(view).copy_(bits.view(view))

@@ -29,7 +29,7 @@ class Truth(Protocol):
         """Forget all but its first tokens."""
 
     def next(self, chunk: Next) -> Sequence[KV]:
-        """(K, V) of every layer of the chunk that follows, [kv_heads, tokens, head_dim] each."""
+        """(K, V) of every layer of the chunk that follows, [kv_heads, tokens, head_dim] each. They never change."""
 
     def replace(self, chunk: Next, layers: Sequence[KV]) -> None:
         """Go on from these bits of the chunk, whether or not `next` has given others for it."""

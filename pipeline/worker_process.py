@@ -9,7 +9,7 @@ import torch
 
 # of glibc's malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # more is refused
+_LARGE = 8 << 20  # arrays of this size are few, and often not filled: they come and go by themselves
 _KEPT = 1 << 30
 
 
@@ -23,12 +23,12 @@ def settle(threads: int) -> None:
     torch.set_num_threads(threads)
     if "MALLOC_TRIM_THRESHOLD_" in os.environ:
         return
-    _allocator("mallopt", _MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    _allocator("mallopt", _MMAP_THRESHOLD, _LARGE)
     _allocator("mallopt", _TRIM_THRESHOLD, _KEPT)
 
 
 def give_back() -> None:
-    """Return freed memory to the system now: for who measures what is in use."""
+    """Return freed memory to the system now: between pieces of work that take memory of other sizes, and for who measures."""
     _allocator("malloc_trim", 0)
 
 

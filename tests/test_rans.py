@@ -347,7 +347,7 @@ def test_size_is_constrictions(fmt: NumberFormat, sigma: float, least: float, mo
         writer.channels(0, truths[-1][1], mean, sigmas)
         parts.append(scalars.put_scaled(truths[-1][1], mean, sigmas, TABLES[fmt.name], 1)[0])
     written = writer.finish()
-    assert len(written.streams) == (1 if fmt.coarse else 2)
+    assert len(written.streams) == (1 if fmt.coarse else 3)
     size = sum(map(len, written.streams))
     assert (written.bytes_k, written.bytes_v) == (size, 0)
     assert least < 8 * size / math.prod(sizes) < most
@@ -369,7 +369,7 @@ def test_layers_share_streams(layers: int, most: int, width: int, seed: int) -> 
     patterns = rng.integers(0, 1 << 16, (layers, 2, width, 3))
     law = np.zeros((width, 3)), np.ones((width, 3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rans, "STREAM_BYTES", most * scalars_a_layer * BF16.item_bytes)
+        patch.setattr(rans, "STREAM_SCALARS", most * scalars_a_layer)
         written = []
         for coder in coders:
             writer = coder.writer(layers, scalars_a_layer)

@@ -46,7 +46,7 @@ def test_prefill_gives_the_new_tokens_only(target: Target) -> None:
         assert key.shape == value.shape == (2, 30, 16)
         assert key.dtype == value.dtype == torch.bfloat16
         assert key.is_contiguous() and value.is_contiguous()
-        assert torch.equal(layer.keys[0, :, 50:], key) and torch.equal(layer.values[0, :, 50:], value)
+        assert all(torch.equal(whole[0, :, 50:], t) for whole, t in zip(layer.whole(), (key, value), strict=True))
     assert same(first, target.read(cache, 0, 50))
 
 

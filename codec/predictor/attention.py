@@ -55,7 +55,7 @@ def attend(q: Tensor, seen: Seen, value_step: Tensor, window: int) -> Tensor:
     way = _InLimbs(q, seen, value_step) if in_limbs else _Whole(q, seen, value_step)
     qs = way.query_scale.view(kv_heads, groups, tokens, 1) * to_base_2
     step = block_length(groups if in_limbs else heads, total, window)
-    out = torch.empty(tokens, heads * dim, device=q.device)
+    out = exact.empty((tokens, heads * dim), torch.float32, q.device)
     for begin, end, behind in runs(first, total, window):
         hidden = behind * window  # tokens after the sinks that the run does not see
         way.look(hidden - seen.gap, end - seen.gap, behind * centroids(window) if behind else 0)
@@ -113,7 +113,7 @@ class _InLimbs:
         (heads, tokens, dim), kv_heads = q.shape, len(seen.keys)
         limbs, self.query_scale = fused.limbs(q.reshape(-1, dim))
         low, high = limbs.view(2, kv_heads, heads // kv_heads, tokens, dim)
-        self._q = torch.cat([high, low], -1)  # against keys with their low limbs first: the cross terms
+        self._q = exact.cat([high, low], -1)  # against keys with their low limbs first: the cross terms
         zeros = torch.zeros_like(seen.key_scale)
         self._all = [fused_attention.split(seen.keys), fused_attention.split(seen.values), seen.key_scale, zeros]
         far = seen.far
@@ -145,7 +145,7 @@ class _InLimbs:
 
 def _without(t: Tensor, skip: int, end: int) -> Tensor:
     """Along the tokens: all before `end`, without `skip` of them after the sinks."""
-    return torch.cat([t[:, :SINKS], t[:, SINKS + skip : end]], 1) if skip else t[:, :end]
+    return exact.cat([t[:, :SINKS], t[:, SINKS + skip : end]], 1) if skip else t[:, :end]
 
 
 def _products(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from codec.errors import PredictorError
 from codec.keys import content_id
+from codec.predictor.kept import Stored
 from codec.predictor.memory import PredictorState
 
 
@@ -64,9 +65,13 @@ class Run(Protocol):
         """Guessed K and V of a layer, float32 [J, T, D] each, for every sequence."""
 
     def advance(
-        self, layer: int, kv: Sequence[tuple[Tensor, Tensor]], corrections: Sequence[Tensor] | None = None
-    ) -> None:
-        """Go on to the next layer, from these K and V (finite float32 [J, T, D]) and corrections of the state [T, hidden]."""
+        self, layer: int, kv: Sequence[tuple[Tensor, Tensor]], corrections: Sequence[Tensor] | None = None,
+        stored: Sequence[Stored | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Go on to the next layer, from these K and V (finite float32 [J, T, D]) and corrections of the state [T, hidden].
+
+        stored: the cache that these K and V come from, where the state may hold it instead of what it makes of them.
+        """
 
     def turns(self) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of every sequence's new tokens, float32 [T, rope_dim / 2] each: what un-rotates K."""

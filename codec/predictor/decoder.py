@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from codec.predictor.attention import attend
 from codec.predictor.base import Predictor, begins
 from codec.predictor.config import LIMBED, PredictorConfig
 from codec.predictor.far import centroids
+from codec.predictor.kept import Stored, kept
 from codec.predictor.linear import STORED_DTYPES, Inputs, Linear
 from codec.predictor.memory import Memory, PredictorState, Seen, gathered, window_begin
 from codec.predictor.rope import cos_sin, rotate
@@ -29,7 +30,7 @@ SMOOTH_LIMIT = 24  # a channel's smoothing scale is 2**-24 .. 2**24
 _HIDDEN_LIMIT = 1e30
 _FREQUENCY_LIMIT = 1024.0
 _CHECKED_AT_ONCE = 1 << 20
-_ROWS_AT_ONCE = 256  # of what is wider than the state: an MLP's rows take more memory than the cache of their tokens
+_ROWS_AT_ONCE = 128  # of what is wider than the state: an MLP's rows take more memory than the cache of their tokens
 # With scales and norms below this, no projection of a normalised row leaves float32: 2**9 * 2**20 * 2**18 * 2**9 * 2**20.
 _NORMS = dict.fromkeys(("norm1", "norm2", "q_norm", "k_norm"), 2.0**20)
 _LIMITS = {"scale": 2.0**20, "bias": 2.0**60} | _NORMS
@@ -272,29 +273,45 @@ class DecoderRun:
         return list(zip(k.split_with_sizes(self.lengths, 1), v.split_with_sizes(self.lengths, 1), strict=True))
 
     def advance(
-        self, layer: int, kv: Sequence[tuple[Tensor, Tensor]], corrections: Sequence[Tensor] | None = None
-    ) -> None:
+        self, layer: int, kv: Sequence[tuple[Tensor, Tensor]], corrections: Sequence[Tensor] | None = None,
+        stored: Sequence[Stored | None] | None = None,
+    ) -> None:  # fmt: skip
         """Go on to the next layer, with attention over these K and V (finite float32 [J, T, D]) and all earlier ones.
 
         corrections: float32 [T, hidden] a sequence, in units of the state's RMS: added to the hidden state before q is computed.
+        stored: see Run.advance.
         """
         w = self.p.layers[layer]
         if corrections is not None:
-            self.h = (self.h + _rows(corrections) * self.rms).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
+            moved = torch.mul(
+                exact.cat(corrections, 0), self.rms, out=exact.empty(self.h.shape, torch.float32, self.h.device)
+            )
+            self.h = moved.add_(self.h).clamp_(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
             self.x = Inputs(self._norm(self.h, w.norm1)[0])
         self.h, seen = self.output(w, layer, kv)
         if self._keep:
-            self.seen.append(seen)
+            self.seen.append(seen if stored is None else self._held(layer, w, seen, kv, stored))
         self.x = None
+
+    def _held(
+        self, layer: int, w: Layer, seen: Sequence[Memory], kv: Sequence[tuple[Tensor, Tensor]], stored: Sequence[Stored | None]
+    ) -> list[Memory]:  # fmt: skip
+        """What sequences have seen, by the stored K and V where they are given."""
+        out = list(seen)
+        for number, (pair, given) in enumerate(zip(kv, stored, strict=True)):
+            piece = None if given is None else kept(given, pair, w.value_step)
+            if piece is not None:
+                out[number] = replace(self._before(layer, number, out).then(piece), far=seen[number].far)
+        return out
 
     def output(self, w: Layer, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Memory]]:
         """The state after a layer with weights w, float32 [R, hidden], and what its attention saw; the run stays as it is."""
         assert self.x is not None, "guess(layer) comes before advance(layer)"
         seen: list[Memory] = []
         for number, (k, v) in enumerate(kv):
-            new = self._before(layer, number, seen).then(self._integers(k, v, w))
+            new = self._before(layer, number, seen).then(Seen.of(k, v, w.value_step))
             seen.append(new.with_far(self.c.window))
-        attended, h = self._attended(w, self.x, seen), torch.empty_like(self.h)
+        attended, h = self._attended(w, self.x, seen), exact.empty(self.h.shape, torch.float32, self.h.device)
         for begin in range(0, len(h), _ROWS_AT_ONCE):
             rows = slice(begin, begin + _ROWS_AT_ONCE)
             h[rows] = self._projected(w, layer, self.h[rows], attended[rows])
@@ -305,7 +322,9 @@ class DecoderRun:
         q = self._turned(w.q(x), self.c.heads, w.q_norm)  # [H, R, D]
         parts = zip(q.split_with_sizes(self.lengths, 1), seen, self._begins, strict=True)
         window, step = self.c.window, w.value_step
-        return _rows([attend(part, s.seen(window_begin(begin, window)), step, window) for part, s, begin in parts])
+        return exact.cat(
+            [attend(part, s.seen(window_begin(begin, window)), step, window) for part, s, begin in parts], 0
+        )
 
     def _before(self, layer: int, number: int, seen: Sequence[Memory]) -> Memory:
         """What a sequence's new tokens follow in this layer. seen: what the sequences before it have seen."""
@@ -318,10 +337,10 @@ class DecoderRun:
         """Some rows of the state after a layer, from those before it and what attention gave them [rows, H * D]."""
         if w.smooth is not None:
             attended = attended * w.smooth
-        h = h + w.o(self._inputs(layer, "attention", attended))
+        h = w.o(self._inputs(layer, "attention", attended)).add_(h)
         x = self._inputs(layer, "norm2", self._norm(h, w.norm2)[0])
         y = self._gated(w.gate(x), w.up(x))
-        return (h + w.down(self._inputs(layer, "mlp", y))).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
+        return w.down(self._inputs(layer, "mlp", y)).add_(h).clamp_(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
 
     def turns(self) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of every sequence's new tokens, float32 [T, rope_dim / 2] each: what un-rotates K."""
@@ -370,19 +389,9 @@ class DecoderRun:
             return fused.gated(gate, up, _HIDDEN_LIMIT)
         return (exact.silu(gate) * up).clamp(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
 
-    def _integers(self, k: Tensor, v: Tensor, w: Layer) -> Seen:
-        keys, scale = exact.row_integers(k)
-        values = torch.round(v / w.value_step).clamp(-exact.ROW_MAX, exact.ROW_MAX)
-        return Seen(keys.to(torch.int16), scale, values.to(torch.int16))
-
 
 def _within(tensor: Tensor, limit: float) -> bool:
     """Whether no value is beyond a limit or NaN; looked at in parts, as the whole in float64 would take several times its memory."""
     values = tensor.reshape(-1)
     parts = (values[at : at + _CHECKED_AT_ONCE] for at in range(0, len(values), _CHECKED_AT_ONCE))
     return all(bool((part.to(torch.float64).abs() <= limit).all()) for part in parts)
-
-
-def _rows(parts: Sequence[Tensor]) -> Tensor:
-    """Rows one after the other; of one part nothing is copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -27,6 +27,7 @@ Singles = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bits = NDArray[np.int32]
 Bytes = NDArray[np.int8]
+Shorts = NDArray[np.int16]
 
 ENABLED = True  # tests turn it off, to compare
 _ROWS_A_THREAD = 16
@@ -161,6 +162,41 @@ def row_integers(x: Tensor) -> tuple[Tensor, Tensor]:
     out, scale = np.empty(rows.shape), np.empty((len(rows), 1), np.float32)
     over_rows(_row_integers, len(rows), rows, rows.view(np.int32), out, scale)
     return torch.from_numpy(out.reshape(a.shape)), torch.from_numpy(scale.reshape(*a.shape[:-1], 1))
+
+
+@compiled
+def _seen(
+    begin: int,
+    end: int,
+    k: Singles,
+    bits: Bits,
+    v: Singles,
+    steps: Singles,
+    keys: Shorts,
+    scale: Singles,
+    values: Shorts,
+) -> None:
+    for i in range(begin, end):
+        top = np.int32(0)
+        for j in range(k.shape[1]):
+            top = max(top, bits[i, j] & MAGNITUDE)
+        e = _exponent(top)
+        factor, step = pow2(15 - e), steps[i // (k.shape[0] // steps.shape[0])]
+        scale[i, 0] = pow2(e - 15)
+        for j in range(k.shape[1]):
+            keys[i, j] = np.int16(_integer(k[i, j], factor))
+        for j in range(k.shape[1]):
+            values[i, j] = np.int16(min(max(np.rint(v[i, j] / step), -_ROW_MAX), _ROW_MAX))
+
+
+def seen(k: Tensor, v: Tensor, value_step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """memory.Seen.of: keys int16 [J, S, D], their scales float32 [J, S, 1], values int16 [J, S, D]."""
+    a, b = (array(x).reshape(-1, x.shape[-1]) for x in (k, v))
+    keys, values = np.empty(a.shape, np.int16), np.empty(a.shape, np.int16)
+    scale = np.empty((len(a), 1), np.float32)
+    over_rows(_seen, len(a), a, a.view(np.int32), b, array(value_step).reshape(-1), keys, scale, values)
+    one, two, three = (torch.from_numpy(x).view(*k.shape[:-1], x.shape[1]) for x in (keys, scale, values))
+    return one, two, three
 
 
 # ---------------------------------------------------------------- between products

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from codec import exact
+from codec.predictor import fused
 from codec.predictor.far import SINKS, Far, centroids, far, groups_before
 
 PIECE = 256  # tokens; a last piece of fewer is made longer instead of followed by another, so that there are never many
@@ -32,6 +35,15 @@ class Seen:
     values: Tensor
     far: Far | None = None
     gap: int = 0
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, value_step: Tensor) -> Seen:
+        """Of K and V, finite float32 [J, S, D]; value_step: units of the integers of V, powers of two, float32 [J, 1, 1]."""
+        if fused.serves(k.device):
+            return cls(*fused.seen(k, v, value_step))
+        keys, scale = exact.row_integers(k)
+        values = torch.round(v / value_step).clamp(-exact.ROW_MAX, exact.ROW_MAX)
+        return cls(keys.to(torch.int16), scale, values.to(torch.int16))
 
     @property
     def total(self) -> int:
@@ -58,6 +70,17 @@ class Seen:
         return replace(joined(parts), far=self.far, gap=gap)
 
 
+class Piece(Protocol):
+    """Tokens in one layer: Seen, or what that can be made of (codec.predictor.kept)."""
+
+    @property
+    def total(self) -> int:
+        """Tokens."""
+
+    def cut(self, begin: int, end: int) -> Seen:
+        """Tokens begin .. end - 1 alone."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """What one layer remembers of a prefix: consecutive pieces, and the centroids that were needed so far.
@@ -65,7 +88,7 @@ class Memory:
     gap: tokens between the first piece, which then is the sinks, and the next one that are no longer held.
     """
 
-    pieces: tuple[Seen, ...] = ()
+    pieces: tuple[Piece, ...] = ()
     far: Far | None = None
     gap: int = 0
 
@@ -76,7 +99,7 @@ class Memory:
 
     def first(self, n: int) -> Memory:
         """The first n tokens. What is left of a piece is copied, so that the rest of it is let go."""
-        kept: list[Seen] = []
+        kept: list[Piece] = []
         for piece in self.pieces:
             if n >= piece.total:
                 kept.append(piece)
@@ -85,10 +108,12 @@ class Memory:
             n -= piece.total
         return Memory(tuple(kept))
 
-    def then(self, piece: Seen) -> Memory:
+    def then(self, piece: Piece) -> Memory:
         """These tokens followed by others."""
         if len(self.pieces) > bool(self.gap) and self.pieces[-1].total < PIECE:
-            return replace(self, pieces=(*self.pieces[:-1], joined((self.pieces[-1], piece))))
+            return replace(
+                self, pieces=(*self.pieces[:-1], joined([p.cut(0, p.total) for p in (self.pieces[-1], piece)]))
+            )
         return replace(self, pieces=(*self.pieces, piece))
 
     def with_far(self, window: int) -> Memory:
@@ -126,7 +151,7 @@ class Memory:
             ]
         )
 
-    def _placed(self) -> Iterator[tuple[int, Seen, int]]:
+    def _placed(self) -> Iterator[tuple[int, Piece, int]]:
         """Pieces with their numbers and the places of their first tokens."""
         at = 0
         for number, piece in enumerate(self.pieces):
@@ -159,12 +184,14 @@ class PredictorState:
 
 
 def gathered(layers: Sequence[Memory]) -> list[Memory]:
-    """The same memories of a prefix, one a layer, with their last pieces side by side in one block.
+    """The same memories of a prefix, one a layer, with the integers of their last pieces side by side in one block.
 
     A piece is made among the temporary arrays of its pass, and a few hundred small ones there would keep the allocator from giving
     their room to the next pass.
     """
-    last = [memory.pieces[-1] for memory in layers]
+    last = [piece for memory in layers if isinstance(piece := memory.pieces[-1], Seen)]
+    if len(last) < len(layers):
+        return list(layers)
     shape = last[0].keys.shape if last else (0,)
     integers = torch.empty(len(last), 2, *shape, dtype=torch.int16, device=last[0].keys.device if last else None)
     scales = torch.empty(len(last), *shape[:-1], 1, device=integers.device)
@@ -177,10 +204,8 @@ def gathered(layers: Sequence[Memory]) -> list[Memory]:
 
 def joined(parts: Sequence[Seen]) -> Seen:
     """Tokens one after the other; of one part nothing is copied."""
-    if len(parts) == 1:
-        return parts[0]
     keys, scales, values = ([p.keys for p in parts], [p.key_scale for p in parts], [p.values for p in parts])
-    return Seen(torch.cat(keys, 1), torch.cat(scales, 1), torch.cat(values, 1))
+    return Seen(exact.cat(keys, 1), exact.cat(scales, 1), exact.cat(values, 1))
 
 
 def window_begin(query: int, window: int) -> int:

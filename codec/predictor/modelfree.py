@@ -19,6 +19,7 @@ from torch import Tensor
 from codec.errors import PredictorError, UnsupportedArchitecture, UnsupportedFormat, UserError
 from codec.predictor.base import Predictor, begins
 from codec.predictor.config import LIMITS, MAX_CONTEXT, SUPPORTED, read_fields
+from codec.predictor.kept import Stored
 from codec.predictor.memory import PredictorState
 from codec.predictor.rope import Frequencies, cos_sin, frequencies
 
@@ -149,8 +150,9 @@ class ModelFreeRun:
         return [(zero, zero) for zero in self._guesses]
 
     def advance(
-        self, layer: int, kv: Sequence[tuple[Tensor, Tensor]], corrections: Sequence[Tensor] | None = None
-    ) -> None:
+        self, layer: int, kv: Sequence[tuple[Tensor, Tensor]], corrections: Sequence[Tensor] | None = None,
+        stored: Sequence[Stored | None] | None = None,
+    ) -> None:  # fmt: skip
         """Nothing follows from a layer here."""
 
     def turns(self) -> list[tuple[Tensor, Tensor]]:

@@ -130,4 +130,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate float32 [heads, tokens, head_dim]; dims beyond 2 * cos.shape[-1] pass through (pairs are (i, i + half))."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    out = exact.empty(x.shape, x.dtype, x.device)
+    torch.mul(a, cos, out=out[..., :half]).sub_(part := b * sin)
+    torch.mul(b, cos, out=out[..., half : 2 * half]).add_(torch.mul(a, sin, out=part))
+    out[..., 2 * half :] = rest
+    return out

@@ -9,7 +9,7 @@ import hashlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,59 +64,69 @@ def encode(request: dict[str, Any]) -> Mapping[str, Any]:
     point, source = _Point(request), resolve_model(request["model"])
     target = load_target(source, run_format(source, request["cache_format"]))
     target = target.with_cache(request["cache_format"], point.profile.scales)
-    times: list[float] = []
-    prefills: list[float] = []
-    sums: list[str] = []
+    times, prefills, sums = list[float](), list[float](), list[str]()
     before = raw = 0
-    for repeat in range(request["repeats"] + 1):  # the first time warms up, on one chunk
-        if repeat == 1:
-            give_back()
-            before = rss_bytes()
-            reset_peak()
+
+    def once(chunks: Sequence[torch.Tensor], stores: bool) -> tuple[float, float]:
+        nonlocal raw
         cache, state, parent, seconds = target.new_cache(), point.predictor.new_state(), codec.ROOT_DIGEST, [0.0, 0.0]
-        for number, ids in enumerate(point.ids if repeat else point.ids[:1]):
+        for number, ids in enumerate(chunks):
             begin = time.perf_counter()
             truth = target.prefill(cache, ids)
             middle = time.perf_counter()
+            give_back()  # as pipeline.encode does
             where = point.identity(number, parent, state.length)
-            chunk = codec.encode(point.predictor, point.profile, state, ids, truth, where)
+            chunk = codec.encode(point.predictor, point.profile, state, ids, truth, where, shared=True)
+            give_back()
             seconds[0] += middle - begin
             seconds[1] += time.perf_counter() - middle
             parent = chunk.chain_digest
-            if repeat == 1:
+            if stores:
                 raw += sum(t.numel() * t.element_size() for pair in truth for t in pair)
                 sums.append(chunk.layer_checksums.hex())
                 point.store.put_new(point.path(number), chunk.blob)
-        if repeat:
-            prefills.append(seconds[0])
-            times.append(seconds[1])
+        return seconds[0], seconds[1]
+
+    once(point.ids[:1], False)  # warms up
+    before = _zero()
+    for repeat in range(request["repeats"]):
+        prefill, seconds = once(point.ids, repeat == 0)
+        prefills.append(prefill)
+        times.append(seconds)
     return {
         "seconds": statistics.median(times), "target_seconds": statistics.median(prefills), "checksums": sums, "raw_bytes": raw,
         "loaded_bytes": before, "peak_bytes": peak_rss_bytes(),
     }  # fmt: skip
 
 
+def _zero() -> int:
+    """What is held before the measurement; the peak is counted from here on."""
+    give_back()
+    reset_peak()
+    return rss_bytes()
+
+
 def decode(request: dict[str, Any]) -> Mapping[str, Any]:
     """Decode the prompt from the store chunk by chunk, as often as asked: as one who reads its chunks in order."""
     point = _Point(request)
-    times, sums, before = list[float](), list[str](), 0
-    for repeat in range(request["repeats"] + 1):
-        if repeat == 1:
-            give_back()
-            before = rss_bytes()
-            reset_peak()
+    times, sums = list[float](), list[str]()
+
+    def once(chunks: Sequence[torch.Tensor], found: list[str]) -> float:
         state, parent, seconds = point.predictor.new_state(forgets=True), codec.ROOT_DIGEST, 0.0
-        for number, ids in enumerate(point.ids if repeat else point.ids[:1]):
+        for number, ids in enumerate(chunks):
             blob = point.store.get(point.path(number))
             where = point.identity(number, parent, state.length)
             begin = time.perf_counter()
             chunk = codec.decode(point.predictor, point.profile, state, ids, blob, where)
             seconds += time.perf_counter() - begin
             parent = chunk.chain_digest
-            if repeat == 1:
-                sums.append(checksums.layer_checksums(chunk.layers, point.profile.format).hex())
-        if repeat:
-            times.append(seconds)
+            found.append(checksums.layer_checksums(chunk.layers, point.profile.format).hex())
+        return seconds
+
+    once(point.ids[:1], [])  # warms up
+    before = _zero()
+    for repeat in range(request["repeats"]):
+        times.append(once(point.ids, [] if repeat else sums))
     return {
         "seconds": statistics.median(times), "checksums": sums, "loaded_bytes": before, "peak_bytes": peak_rss_bytes(),
     }  # fmt: skip
@@ -125,26 +135,26 @@ def decode(request: dict[str, Any]) -> Mapping[str, Any]:
 def restore(request: dict[str, Any]) -> Mapping[str, Any]:
     """Decode all chunks of the prompt together, a layer at a time, as often as asked: what a restored prefix costs."""
     point = _Point(request)
-    times, sums, before = list[float](), list[list[str]](), 0
-    for repeat in range(request["repeats"] + 1):
-        if repeat == 1:
-            give_back()
-            before = rss_bytes()
-            reset_peak()
-        task, seconds = _prefix(point, len(point.ids) if repeat else 1), 0.0
+    times, parts = list[float](), [list[str]() for _ in point.ids]
+
+    def once(chunks: int, found: list[list[str]]) -> float:
+        task, seconds = _prefix(point, chunks), 0.0
         decoding = codec.decode_prefixes(point.predictor, point.profile, [task], keep=False)
-        for layer in range(point.predictor.config.layers):
+        for _ in range(point.predictor.config.layers):
             begin = time.perf_counter()
             ((key, value),) = next(decoding)
             seconds += time.perf_counter() - begin
-            if repeat == 1:
-                chunks = zip(*(t.split(request["chunk_tokens"], 1) for t in (key, value)), strict=True)
-                found = [checksums.layer_checksums([pair], point.profile.format).hex() for pair in chunks]
-                sums = [[part] for part in found] if layer == 0 else [[*a, b] for a, b in zip(sums, found, strict=True)]
-        if repeat:
-            times.append(seconds)
+            pairs = zip(*(t.split(request["chunk_tokens"], 1) for t in (key, value)), strict=True)
+            for sums, pair in zip(found, pairs, strict=True):
+                sums.append(checksums.layer_checksums([pair], point.profile.format).hex())
+        return seconds
+
+    once(1, [[]])  # warms up
+    before = _zero()
+    for repeat in range(request["repeats"]):
+        times.append(once(len(point.ids), [[] for _ in point.ids] if repeat else parts))
     return {
-        "seconds": statistics.median(times), "checksums": ["".join(parts) for parts in sums], "loaded_bytes": before,
+        "seconds": statistics.median(times), "checksums": ["".join(sums) for sums in parts], "loaded_bytes": before,
         "peak_bytes": peak_rss_bytes(),
     }  # fmt: skip
 
@@ -171,9 +181,7 @@ def fill(request: dict[str, Any]) -> Mapping[str, Any]:
     for part in made_up_parts(map(_key, range(count)), target, profile):
         index.write_part(store, part)
     written = time.perf_counter()
-    give_back()
-    before = rss_bytes()
-    reset_peak()
+    before = _zero()
     job = Job(store, resolve_model(request["model"]), target, "bf16", 256, "int8", "closed", "", profile=profile)
     numbers = range(0, 2 * count, max(1, 2 * count // request["asked"]))  # half of them are there
     asked = {_key(number) for number in numbers}
