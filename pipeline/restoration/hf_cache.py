@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def dynamic_cache(restored: Restoration, model: Any, leave: int = 1) -> Any:
     """A DynamicCache of `model` (a transformers causal LM or its base) that holds the restored prefix; empty where there is none.
 
-    An FP8 cache is made of the layers that the target had (pipeline.fp8_cache): what is read is the stored value times its scale,
+    An FP8 cache is made of layers that read as the target's did (pipeline.fp8_cache): what is read is the stored value times its scale,
     and what is added is quantised likewise. leave: see Restoration.as_dynamic_cache.
 
     Raises:
