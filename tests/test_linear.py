@@ -55,7 +55,7 @@ def refuse(device: torch.device) -> bool:
     return False
 
 
-def saturating(a: Tensor, b: Tensor) -> Tensor:
+def saturating(a: Tensor, b: Tensor, **more: Any) -> Tensor:
     """As kernels over vpmaddubsw do: the left operand made unsigned by adding 128, pairs of products added in 16 bits."""
     unsigned = a.to(torch.int64) + 128
     total = -128 * b.to(torch.int64).sum(0)
@@ -64,7 +64,7 @@ def saturating(a: Tensor, b: Tensor) -> Tensor:
     return total.to(torch.int32)
 
 
-def absent(a: Tensor, b: Tensor) -> Tensor:
+def absent(a: Tensor, b: Tensor, **more: Any) -> Tensor:
     raise RuntimeError("no such kernel on this processor")
 
 
@@ -123,9 +123,9 @@ def test_a_bad_kernel_that_slipped_through_would_fail_the_known_answer(monkeypat
 def test_the_faster_way_is_taken(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
     kernel, blocks = torch._int_mm, exact._float32_product
 
-    def late(a: Tensor, b: Tensor) -> Tensor:
+    def late(a: Tensor, b: Tensor, **more: Any) -> Tensor:
         time.sleep(0.02)
-        return kernel(a, b) if slow == "int8" else blocks(a, b)
+        return kernel(a, b, **more) if slow == "int8" else blocks(a, b)
 
     monkeypatch.setattr(torch if slow == "int8" else exact, "_int_mm" if slow == "int8" else "_float32_product", late)
     assert FASTER.__wrapped__(CPU) is (slow == "float32")
