@@ -80,7 +80,8 @@ class DecodedChunk:
 class EncodeTask:
     """One chunk to encode: state before it, token ids int64 [T], true layers, identity.
 
-    shared: whether the true layers stay as they are as long as the state lives; it then holds them, which saves a copy.
+    shared: whether the true layers stay as they are as long as the state lives; it then holds them, which saves a copy
+    where somebody holds them anyway.
     """
 
     state: PredictorState

@@ -1,6 +1,6 @@
 """The coders a profile can name: how a chunk's scalars, under their laws, become bitstreams.
 
-    rans24x64-1             lane-interleaved rANS (codec.rans), one stream for as many layers as make a million scalars; the default
+    rans24x64-1             lane-interleaved rANS (codec.rans), one stream for some layers (rans.layers_a_stream); the default
     constriction-ans24/0.5  the ANS coder of constriction (codec.entropy), one stream a tensor
 
 Both code the same laws; they are not bound to the same symbols. A writer is given layer after layer, V before K in the closed loop, K
@@ -111,7 +111,8 @@ class Coder:
         shared = _Shared(layers, scalars, self.format.coarse)
         if len(streams) != shared.streams:
             raise CorruptBlob(
-                f"The blob has {len(streams)} bitstreams where its coder writes {shared.streams}; it is corrupt."
+                f"The blob has {len(streams)} bitstreams where its coder writes {shared.streams}; it is corrupt, or of a version "
+                "before the first release."
             )
         return _PlainReader(self, streams, shared) if self.reference else _LaneReader(self, streams, shared)
 

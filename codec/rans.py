@@ -28,10 +28,8 @@ PRECISION = 24
 LOW = 1 << 31
 MAX_LANES = 32
 SCALARS_A_LANE = 1 << 14  # at 1 bit a scalar the 4 bytes that a lane costs are then 0.2 %
-STREAM_SCALARS, COARSE_SCALARS = (
-    1 << 20,
-    3 << 20,
-)  # an encoder holds all symbols of a stream; few bits a scalar want longer ones
+STREAM_SCALARS = 1 << 20  # an encoder holds all symbols of a stream
+COARSE_SCALARS = 3 << 20  # at fewer bits a scalar, what a lane costs wants longer streams
 NAME = "rans24x64-1"
 Words = NDArray[np.uint32]
 States = NDArray[np.uint64]

@@ -144,7 +144,14 @@ class ChainEncoder:
         truth = list(self.truth.next(chunk))
         give_back()  # the target's temporary tensors are others than the predictor's: those of both would stay
         encoded = codec.encode(
-            self._predictor, self._profile, self._state, chunk.ids, truth, chunk.identity, ideal=True, shared=True
+            self._predictor,
+            self._profile,
+            self._state,
+            chunk.ids,
+            truth,
+            chunk.identity,
+            ideal=True,
+            shared=self.truth.holds,
         )
         give_back()
         return encoded

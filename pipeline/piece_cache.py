@@ -39,6 +39,8 @@ class PieceLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
         """
         if key_states.dtype != self._dtype or value_states.dtype != self._dtype:
             raise UserError(f"the model computes K and V in {key_states.dtype} where {self._dtype} was asked for")
+        if len(key_states) != 1:
+            raise ValueError(f"a batch of {len(key_states)} prompts for a cache of one")
         self.is_initialized, self.device = True, key_states.device
         k, v = (self._stored(t[0], side) for side, t in enumerate((key_states, value_states)))
         self.pieces.append((k, v))
@@ -62,6 +64,8 @@ class PieceLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; their number is negative, as in transformers."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"the number of tokens to remove is negative, not {tokens_to_remove}")
         if tokens_to_remove:
             self.pieces = self._cut(0, max(0, self.get_seq_length() + tokens_to_remove))
 
@@ -71,9 +75,8 @@ class PieceLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
         parts = self._cut(first, first + tokens)
         return parts[0] if len(parts) == 1 else (_joined([k for k, _ in parts]), _joined([v for _, v in parts]))
 
-    def put(self, first: int, stored: KV) -> None:
-        """Stored K and V in place of tokens from `first` on; where they go past the end they are appended."""
-        device = self.pieces[0][0].device if self.pieces else stored[0].device
+    def put(self, first: int, stored: KV, device: torch.device) -> None:
+        """Copies on a device of stored K and V in place of tokens from `first` on; where they go past the end they are appended."""
         k, v = (t.to(device, copy=True, memory_format=torch.contiguous_format) for t in stored)
         behind = self._cut(first + k.shape[1], self.get_seq_length())
         self.pieces = [*self._cut(0, first), (k, v), *behind]
@@ -86,7 +89,7 @@ class PieceLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
             a, b = max(begin - at, 0), min(end - at, k.shape[1])
             if a < b:
                 whole = b - a == k.shape[1]
-                out.append((k, v) if whole else (k[:, a:b].contiguous(), v[:, a:b].contiguous()))
+                out.append((k, v) if whole else (_copied(k[:, a:b]), _copied(v[:, a:b])))
             at += k.shape[1]
         return out
 
@@ -117,6 +120,10 @@ def gather(layers: Sequence[PieceLayer]) -> None:
             for place, values in zip((k, v), layer.pieces[-1], strict=True):
                 _bits(place).copy_(_bits(values))
             layer.pieces[-1] = (k, v)
+
+
+def _copied(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

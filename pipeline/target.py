@@ -101,7 +101,7 @@ class Target:
         token_ids: 1-D int64. Returns K and V (after RoPE) of these tokens only, a pair a layer, each contiguous
         [kv_heads, tokens, head_dim] in the cache's format on the layer's device. They are the cache's own and never change: do not
         write to them. How a prompt is split into calls changes last bits: callers record it. Raises UserError for ids out of the
-        vocabulary or past the context length.
+        vocabulary or past the context length, and where the model computes K and V in another dtype than was asked for.
         """
         self._forward(cache, token_ids)
         return self.read(cache, self.length(cache) - len(token_ids), len(token_ids))
@@ -145,7 +145,7 @@ class Target:
             raise ValueError(f"cannot put tokens at {first_token} into a cache of {have}")
         for index, (layer, pair) in enumerate(zip(cache.layers, layers, strict=True)):
             device = layer.device if have else self._layer_device(index)
-            layer.put(first_token, (pair[0].to(device), pair[1].to(device)))
+            layer.put(first_token, pair, device)
 
     def _forward(self, cache: Any, token_ids: Tensor, **more: Any) -> Any:
         self._check_ids(token_ids, self.length(cache))

@@ -17,10 +17,14 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class Truth(Protocol):
-    """The truth of one prompt after another, chunk by chunk. tokens, seconds: what was computed so far, and how long it took."""
+    """The truth of one prompt after another, chunk by chunk. tokens, seconds: what was computed so far, and how long it took.
+
+    holds: whether it holds what it has given, so that others may hold it without another copy being made.
+    """
 
     tokens: int
     seconds: float
+    holds: bool
 
     def reset(self) -> None:
         """Forget the prompt."""
@@ -37,6 +41,8 @@ class Truth(Protocol):
 
 class Prefilled:
     """The target's own cache."""
+
+    holds = True
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -68,6 +74,8 @@ class Prefilled:
 
 class Reread:
     """A stored generation of the same target: the very bits that it holds. Its target's files are not needed."""
+
+    holds = False
 
     def __init__(self, place: Place, predictor: codec.Predictor, profile: codec.Profile) -> None:
         self._place, self._predictor, self._profile = place, predictor, profile

@@ -1,4 +1,4 @@
-"""What a process that computes does first: take its threads, and keep the memory that it frees."""
+"""What a process that computes does first: take its threads, and keep the memory that it frees while it works on a chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def settle(threads: int) -> None:
 
     Layers come and go in arrays of some hundred kilobytes. By default the allocator gives the pages back each time, and each time the
     kernel clears them again. No more is kept than was once in use, and no more than a gigabyte lies idle at the heap's end. Who has set
-    MALLOC_TRIM_THRESHOLD_ is not overruled; where the C library is not glibc, nothing is changed.
+    MALLOC_TRIM_THRESHOLD_ keeps what it says; where the C library is not glibc, nothing is changed.
     """
     torch.set_num_threads(threads)
     if "MALLOC_TRIM_THRESHOLD_" in os.environ:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import codec
-from codec import closed_loop, errors
+from codec import blob as blobs
+from codec import closed_loop, errors, rans
 from codec.formats import BF16, FORMATS, NumberFormat
 from codec.ideal import Cost, ideal_bits
 from tests import codec_samples as samples
@@ -125,6 +126,31 @@ def test_chunks_go_on_from_what_was_stored() -> None:
             total += chunk.stats.ideal_bits_k + chunk.stats.ideal_bits_v
         bits.append(total)
     assert max(bits) - min(bits) < 1e-6 * bits[0]
+
+
+@NAMES
+def test_chunks_of_several_streams_come_back_and_none_may_be_missing_or_elsewhere(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant in ("STREAM_SCALARS", "COARSE_SCALARS"):
+        monkeypatch.setattr(rans, constant, 1)  # each layer has a stream of its own
+    w, (ids, values) = world(), prompt(name)
+    profile = w.profile("closed", name)
+    chunks = check_round_trip(w, profile, ids, values, 30)
+    blobs_of = [c.blob for c in chunks]
+    headers = [codec.read_header(data) for data in blobs_of]
+    assert all(len(h.stream_bytes) == w.predictor.config.layers > 1 for h in headers)
+    where = [codec.ChunkIdentity(h.target, h.prefix_key, h.parent_digest, h.first_token) for h in headers]
+    task = codec.PrefixTask(w.predictor.new_state(), ids, blobs_of, where)
+    assert samples.same_bits([pair for (pair,) in codec.decode_prefixes(w.predictor, profile, [task])], values)
+    streams = blobs.streams(blobs_of[0], headers[0])
+    more = [stream + bytes(4) for stream in streams]
+    for bad in (streams[1:], [*streams, streams[0]], [streams[1], streams[0], *streams[2:]], [more[0], *streams[1:]]):
+        spoilt = blobs.pack(replace(headers[0], key_bytes=0), bad)
+        state = w.predictor.new_state()
+        with pytest.raises(errors.BlobError):
+            codec.decode(w.predictor, profile, state, ids[:30], spoilt, where[0])
+        assert state.length == 0
 
 
 def test_a_batch_gives_the_bytes_of_its_parts() -> None:

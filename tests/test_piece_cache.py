@@ -57,7 +57,7 @@ def test_pieces_are_one_array(fmt: NumberFormat, steps: list[tuple[str, int, int
             place = min(place, want[0].shape[1])
             new = (k.to(fmt.dtype), v.to(fmt.dtype))
             want = [cat(w[:, :place], n, w[:, place + tokens :]) for w, n in zip(want, new, strict=True)]
-            layer.put(place, new)
+            layer.put(place, new, torch.device("cpu"))
         elif what == "c":
             layer.crop(-place)
             want = [w[:, : max(0, w.shape[1] - place)] for w in want]

@@ -360,6 +360,16 @@ def test_size_is_constrictions(fmt: NumberFormat, sigma: float, least: float, mo
     reader.finish()
 
 
+def test_how_many_layers_share_a_stream() -> None:
+    """Every blob depends on it."""
+    found = [
+        rans.layers_a_stream(n, coarse)
+        for n in (98304, 1 << 19, (1 << 19) + 1, 1 << 20, 1 << 30)
+        for coarse in (False, True)
+    ]
+    assert found == [10, 32, 2, 6, 1, 5, 1, 3, 1, 1]
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_layers_share_streams(layers: int, most: int, width: int, seed: int) -> None:

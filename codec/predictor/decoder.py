@@ -296,12 +296,15 @@ class DecoderRun:
     def _held(
         self, layer: int, w: Layer, seen: Sequence[Memory], kv: Sequence[tuple[Tensor, Tensor]], stored: Sequence[Stored | None]
     ) -> list[Memory]:  # fmt: skip
-        """What sequences have seen, by the stored K and V where they are given."""
+        """What sequences have seen, by the stored K and V where they are given and follow whole pieces."""
         out = list(seen)
         for number, (pair, given) in enumerate(zip(kv, stored, strict=True)):
-            piece = None if given is None else kept(given, pair, w.value_step)
+            before = self._before(layer, number, out)
+            if given is None or before.joins:
+                continue
+            piece = kept(given, pair, w.value_step)
             if piece is not None:
-                out[number] = replace(self._before(layer, number, out).then(piece), far=seen[number].far)
+                out[number] = replace(before.then(piece), far=seen[number].far)
         return out
 
     def output(self, w: Layer, layer: int, kv: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Memory]]:

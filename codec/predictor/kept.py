@@ -2,7 +2,7 @@
 
 Integers follow from stored values, so a cache that others hold anyway need not be held a second time: they are made again whenever
 attention asks for them. Where attention saw another value than the stored one (one that is not finite, or so far off that it must steer
-nothing), that one is held beside it.
+nothing), that one is held beside it. Pieces of fewer than memory.PIECE tokens are joined, and are integers.
 
 Shapes: J key-value heads, S tokens, D head dims.
 """

@@ -108,9 +108,14 @@ class Memory:
             n -= piece.total
         return Memory(tuple(kept))
 
+    @property
+    def joins(self) -> bool:
+        """Whether tokens that follow become a part of its last piece."""
+        return len(self.pieces) > bool(self.gap) and self.pieces[-1].total < PIECE
+
     def then(self, piece: Piece) -> Memory:
         """These tokens followed by others."""
-        if len(self.pieces) > bool(self.gap) and self.pieces[-1].total < PIECE:
+        if self.joins:
             return replace(
                 self, pieces=(*self.pieces[:-1], joined([p.cut(0, p.total) for p in (self.pieces[-1], piece)]))
             )
@@ -186,6 +191,7 @@ class PredictorState:
 def gathered(layers: Sequence[Memory]) -> list[Memory]:
     """The same memories of a prefix, one a layer, with the integers of their last pieces side by side in one block.
 
+    Where one of these pieces is the stored cache, all stay as they are.
     A piece is made among the temporary arrays of its pass, and a few hundred small ones there would keep the allocator from giving
     their room to the next pass.
     """

@@ -80,6 +80,8 @@ class Taken:
 class GivenCaches(Truth):
     """K and V of the cache that was given last: nothing is computed."""
 
+    holds = False  # after the prompt nobody does
+
     def __init__(self) -> None:
         self.tokens, self.seconds = 0, 0.0
         self._layers: Sequence[KV] = ()
