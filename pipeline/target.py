@@ -148,11 +148,11 @@ class Target:
             layer.put(first_token, pair, device)
 
     def _forward(self, cache: Any, token_ids: Tensor, **more: Any) -> Any:
+        from pipeline.piece_cache import gather
+
         self._check_ids(token_ids, self.length(cache))
         device = self._model.get_input_embeddings().weight.device
         ids = token_ids.to(device).unsqueeze(0)
-        from pipeline.piece_cache import gather
-
         out = self._model(input_ids=ids, use_cache=True, **{self._cache_argument: cache}, **more)
         gather(cache.layers)
         return out
