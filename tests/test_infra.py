@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import re
 import shlex
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jsonschema
@@ -159,3 +163,26 @@ def test_no_file_of_infra_has_tabs_or_secrets() -> None:
     for path in (INFRA / "cluster.yaml", *sorted((INFRA / "kuberay").glob("*.yaml"))):
         text = Path(path).read_text()
         assert "\t" not in text and not re.search(r"(?i)(secret_access_key|password)\s*:\s*\S", text)
+
+
+@pytest.fixture
+def dev_s3() -> ModuleType:
+    loader = SourceFileLoader("dev_s3", str(INFRA / "dev-s3"))
+    spec = importlib.util.spec_from_loader("dev_s3", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("wanted", [0, 8333, 12345, 21459, 65000])
+def test_no_service_of_the_s3_server_has_anothers_grpc_port(
+    dev_s3: ModuleType, monkeypatch: pytest.MonkeyPatch, wanted: int
+) -> None:
+    # What is drawn first is what collides with the port that was asked for, or with what was drawn before.
+    drawn = itertools.chain([wanted % 10000, wanted % 10000], range(3000, 3999))
+    monkeypatch.setattr(dev_s3.secrets, "randbelow", lambda limit: next(drawn))
+    port, ports = dev_s3.choose_ports(wanted)
+    assert port == wanted or not wanted
+    everything = [port, *ports, *map(dev_s3.grpc_port, [port, *ports])]
+    assert len(set(everything)) == len(everything) == 10
