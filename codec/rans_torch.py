@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from codec.cells import BINADES, FRACTION
+from codec.cells import BINADES
 from codec.errors import CorruptBlob
 from codec.rans import LOW, PRECISION, Symbols
 from codec.rans import Decoder as Stream
-from codec.residual import RECIPROCAL_BITS, STEP_BITS, TABLE_REACH, WINDOW
-from codec.scalar_kernels import ESCAPE_FREQ, ESCAPE_START, FAR, INVERSE, LOGS, ZERO, Tables
+from codec.residual import WINDOW
+from codec.scalar_kernels import ESCAPE_FREQ, ESCAPE_START
+from codec.scalars_torch import ALL, Laws, Placed, TensorSymbols, uniform
 
-_ALL = 1 << PRECISION
-_SHIFT = FRACTION + RECIPROCAL_BITS - STEP_BITS
 _WORD = 32
 _WORD_MASK = (1 << _WORD) - 1
 
 
 # ---------------------------------------------------------------- encoding
 def encode(
-    streams: Sequence[Sequence[Symbols]], lanes: int, device: torch.device | str = "cpu"
+    streams: Sequence[Sequence[Symbols | TensorSymbols]], lanes: int, device: torch.device | str = "cpu"
 ) -> list[tuple[bytes, list[int]]]:
     """Of each stream, given as its parts in decoding order, what `rans.Encoder.finish` gives."""
     flat = [part for parts in streams for part in parts]
@@ -56,9 +56,12 @@ def encode(
     return out
 
 
-def _joined(arrays: Sequence[np.ndarray[tuple[int], np.dtype[np.generic]]], device: torch.device | str) -> Tensor:
-    whole = np.concatenate([np.zeros(0, np.int64), *(a.astype(np.int64) for a in arrays)])
-    return torch.from_numpy(whole).to(device)
+def _joined(parts: Sequence[Any], device: torch.device | str) -> Tensor:
+    """Arrays and tensors of integers [n] each, one after another."""
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.cat(
+        [nothing, *(torch.as_tensor(np.int64(x) if isinstance(x, np.ndarray) else x, device=device) for x in parts)]
+    )
 
 
 def _code(start: Tensor, freq: Tensor, lane: Tensor, lanes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +73,7 @@ def _code(start: Tensor, freq: Tensor, lane: Tensor, lanes: int) -> tuple[Tensor
     turn = torch.arange(len(order), device=lane.device) - first[lane]  # of a symbol among those of its lane
     steps = int(count.max()) if len(order) else 0
     starts, freqs = torch.zeros(2, steps, lanes, dtype=torch.int64, device=lane.device)
-    freqs += _ALL
+    freqs += ALL
     starts[turn, lane], freqs[turn, lane] = start[order], freq[order]
     x = torch.full((lanes,), LOW, dtype=torch.int64, device=lane.device)
     words, written = torch.empty_like(starts), torch.empty_like(starts, dtype=torch.bool)
@@ -90,10 +93,8 @@ def _code(start: Tensor, freq: Tensor, lane: Tensor, lanes: int) -> tuple[Tensor
 class Decoder:
     """Streams of as many lanes each at their places, and the tables to read rows of scalars from them, one row of each at a time."""
 
-    def __init__(
-        self, streams: Sequence[bytes], lanes: int, tables: Tables, device: torch.device | str = "cpu"
-    ) -> None:
-        """Of one stream at least. Raises CorruptBlob for what cannot be a stream of so many lanes."""
+    def __init__(self, streams: Sequence[bytes], lanes: int, laws: Laws, device: torch.device | str = "cpu") -> None:
+        """Of one stream at least; `laws` on the same device. Raises CorruptBlob for what cannot be a stream of so many lanes."""
         parts = [Stream(stream, lanes) for stream in streams]
         sizes = np.array([len(part.words) - 1 for part in parts], np.int64)  # without the zero at the end
         self._states = torch.from_numpy(np.stack([part.states.astype(np.int64) for part in parts])).to(device)
@@ -102,26 +103,21 @@ class Decoder:
         self._words = torch.from_numpy(words).to(device)
         self._end = torch.from_numpy(np.cumsum(sizes)).to(device)  # exact: counts
         self._at = self._end - torch.from_numpy(sizes).to(device)
-        self._numbers = tables.numbers
-        self._edges = torch.from_numpy(tables.edges).to(device)
-        fine = torch.from_numpy(tables.fine.astype(np.int64)).to(device)
-        self._below = fine[:INVERSE]
-        self._logs = fine[LOGS : LOGS + (1 << tables.numbers.mantissa) + 1]
-        self._zero = fine[ZERO:].reshape(BINADES + 1, BINADES + 2)
+        self._laws = laws
 
-    def row(self, at: Tensor, start: Tensor, grid: Tensor, reciprocal: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Patterns [B, T] of each stream's next row: its placement [B, T] as codec.residual.Placement has it.
+    def row(self, where: Placed, counts: Tensor | None = None) -> Tensor:
+        """Patterns [B, T] of each stream's next row, placed there [B, T].
 
         counts [B]: how many scalars the row has, where that is not T for all; what lies beyond comes back as any number. A stream
         that ends gives any patterns from there on: see `check`.
         """
-        lanes, out = self._states.shape[1], torch.empty_like(at)
-        for begin in range(0, at.shape[1], lanes):
-            some = slice(begin, min(begin + lanes, at.shape[1]))
+        lanes, out = self._states.shape[1], torch.empty_like(where.at)
+        for begin in range(0, out.shape[1], lanes):
+            some = slice(begin, min(begin + lanes, out.shape[1]))
             there = None
             if counts is not None:
-                there = torch.arange(some.start, some.stop, device=at.device) < counts[:, None]
-            out[:, some] = self._group(at[:, some], start[:, some], grid[:, some], reciprocal[:, some], there)
+                there = torch.arange(some.start, some.stop, device=out.device) < counts[:, None]
+            out[:, some] = self._group(Placed(*(x[:, some] for x in where)), there)
         return out
 
     def check(self) -> None:
@@ -140,13 +136,13 @@ class Decoder:
             raise CorruptBlob(f"Bitstream {numbers[0] + 1} of {len(bad)} {what}; the blob is corrupt.")
 
     # ------------------------------------------------------------ one scalar a lane
-    def _group(self, at: Tensor, start: Tensor, grid: Tensor, reciprocal: Tensor, there: Tensor | None) -> Tensor:
+    def _group(self, where: Placed, there: Tensor | None) -> Tensor:
         """Patterns [B, up to L] through all stages (codec.scalar_kernels)."""
-        t = self._numbers
-        escape, n = self._cell(at, start, reciprocal, there)
+        t, grid = self._laws.numbers, where.grid
+        escape, n = self._cell(where, there)
         m = torch.where(n < 0, -1 - n, n)
         zero = ~escape & (m == 0)
-        log = self._logs[m.clamp(max=1 << t.mantissa)]
+        log = self._laws.logs[m.clamp(max=1 << t.mantissa)]
         bits = torch.where(escape, t.bits, t.mantissa - log)
         value, binade = self._value_or_binade(bits, zero, grid, there)
         ordinal = self._offset(binade, zero, grid, there)
@@ -154,31 +150,24 @@ class Decoder:
         coded = torch.where(zero, ordinal | _sign(n, t.bits), coded)
         return self._joined(coded, there) if t.raw else coded
 
-    def _cell(self, at: Tensor, start: Tensor, reciprocal: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _cell(self, where: Placed, there: Tensor | None) -> tuple[Tensor, Tensor]:
         """Stage 1: (whether it is an escape, the cell if not)."""
-        slot = self._slots(at.shape[1])
-        n, step = start, WINDOW // 2
+        slot = self._slots(where.at.shape[1])
+        n, step = where.start, WINDOW // 2
         while step:  # the last cell that begins at the slot or below it
-            n = torch.where(self._sum(n + step, at, start, reciprocal) <= slot, n + step, n)
+            n = torch.where(self._laws.slots(n + step, where) <= slot, n + step, n)
             step //= 2
-        low = torch.where(n == start, 0, self._sum(n, at, start, reciprocal))
-        high = torch.where(n == start + (WINDOW - 1), ESCAPE_START, self._sum(n + 1, at, start, reciprocal))
+        low, high = self._laws.interval(n, where)
         escape = slot >= ESCAPE_START
         low, freq = torch.where(escape, ESCAPE_START, low), torch.where(escape, ESCAPE_FREQ, high - low)
         self._take(low, freq, there)
         return escape, n
 
-    def _sum(self, n: Tensor, at: Tensor, start: Tensor, reciprocal: Tensor) -> Tensor:
-        """Slots below cell n, one between the window's first and last edge."""
-        distance = (self._edges[n + self._numbers.limit] - at).clamp(-FAR, FAR)
-        z = ((distance * reciprocal) >> _SHIFT).clamp(-TABLE_REACH, TABLE_REACH)
-        return self._below[z + TABLE_REACH] + (n - start)
-
     def _value_or_binade(self, bits: Tensor, zero: Tensor, grid: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
         """Stage 2: a value of so many bits where it is no scalar in cell 0, a binade where it is one."""
         slot = self._slots(bits.shape[1])
-        value, low, freq = _uniform(slot, bits)
-        sums = self._zero[(grid - self._numbers.emin).clamp(max=BINADES)]
+        value, low, freq = uniform(slot, bits)
+        sums = self._laws.zero_sums(grid)
         binade = (slot[..., None] >= sums[..., 1:]).sum(-1)  # exact: counts
         found = sums.gather(2, binade[..., None])[..., 0]
         width = sums.gather(2, binade[..., None] + 1)[..., 0] - found
@@ -187,20 +176,20 @@ class Decoder:
 
     def _offset(self, binade: Tensor, zero: Tensor, grid: Tensor, there: Tensor | None) -> Tensor:
         """Stage 3: the ordinal of scalars in cell 0."""
-        t, slot = self._numbers, self._slots(binade.shape[1])
-        shallow, low, freq = _uniform(slot, torch.full_like(slot, t.mantissa))
-        size = (grid - (grid - t.emin).clamp(max=BINADES) - t.emin + 1) << t.mantissa
-        each = _ALL // size
+        t, slot = self._laws.numbers, self._slots(binade.shape[1])
+        shallow, low, freq = uniform(slot, torch.full_like(slot, t.mantissa))
+        size = self._laws.deep_size(grid)
+        each = ALL // size
         offset = torch.minimum(slot // each, size - 1)
-        width = torch.where(offset == size - 1, _ALL - offset * each, each)
+        width = torch.where(offset == size - 1, ALL - offset * each, each)
         deep = binade == BINADES
         low, freq = torch.where(deep, offset * each, low), torch.where(deep, width, freq)
-        self._take(torch.where(zero, low, 0), torch.where(zero, freq, _ALL), there)
+        self._take(torch.where(zero, low, 0), torch.where(zero, freq, ALL), there)
         return torch.where(deep, offset, ((grid - binade - t.emin) << t.mantissa) | shallow)
 
     def _pattern(self, n: Tensor, m: Tensor, log: Tensor, value: Tensor, grid: Tensor) -> Tensor:
         """cells.pattern_of of cells with m >= 1."""
-        t = self._numbers
+        t = self._laws.numbers
         top = 1 << t.mantissa
         single = ((grid + t.mantissa - t.emin + 1) << t.mantissa) + m - top
         linear = ((grid + log - t.emin + 1) << t.mantissa) | ((m << (t.mantissa - log)) & (top - 1)) | value
@@ -208,9 +197,9 @@ class Decoder:
 
     def _joined(self, coded: Tensor, there: Tensor | None) -> Tensor:
         """The last stage of a format with raw bits, and NumberFormat.join."""
-        t = self._numbers
+        t = self._laws.numbers
         slot = self._slots(coded.shape[1])
-        raw, low, freq = _uniform(slot, torch.full_like(slot, t.raw))
+        raw, low, freq = uniform(slot, torch.full_like(slot, t.raw))
         self._take(low, freq, there)
         item = t.bits + t.raw - 1  # rounding up takes one bit more than the format has
         sign, high = coded >> (t.bits - 1), coded & ((1 << (t.bits - 1)) - 1)
@@ -219,14 +208,14 @@ class Decoder:
 
     # ------------------------------------------------------------ states
     def _slots(self, width: int) -> Tensor:
-        return self._states[:, :width] & (_ALL - 1)
+        return self._states[:, :width] & (ALL - 1)
 
     def _take(self, low: Tensor, freq: Tensor, there: Tensor | None) -> None:
         """Take the symbols that were found out of the first lanes' states; lanes that fall short take words, in order."""
         if there is not None:
-            low, freq = torch.where(there, low, 0), torch.where(there, freq, _ALL)
+            low, freq = torch.where(there, low, 0), torch.where(there, freq, ALL)
         x = self._states[:, : low.shape[1]]
-        x = freq * (x >> PRECISION) + (x & (_ALL - 1)) - low
+        x = freq * (x >> PRECISION) + (x & (ALL - 1)) - low
         short = x < LOW
         taken = short.cumsum(1)  # exact: counts
         place = self._at[:, None] + taken - 1
@@ -234,13 +223,6 @@ class Decoder:
         # a lane that is not short has its word masked out before the shift could overflow
         self._states[:, : low.shape[1]] = torch.where(short, (torch.where(short, x, 0) << _WORD) | word, x)
         self._at = self._at + taken[:, -1]
-
-
-def _uniform(slot: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, start, freq) of one of 2**bits equally likely values; of no bits 0 and an interval that changes nothing."""
-    shift = PRECISION - bits
-    value = slot >> shift
-    return value, value << shift, torch.ones_like(slot) << shift
 
 
 def _sign(n: Tensor, bits: int) -> Tensor:

@@ -21,7 +21,15 @@ from codec.coders import Coder
 from codec.errors import CorruptBlob
 from codec.formats import BF16, FORMATS, FP8_E4M3, NumberFormat
 from codec.rans import LOW, PRECISION, Symbols, lane_count
-from codec.residual import ChannelScales, gaussian_table, grid_limit, place_values, scale_integers
+from codec.residual import (
+    ChannelScales,
+    gaussian_table,
+    grid_limit,
+    place_values,
+    place_values_reference,
+    scale_integers,
+)
+from codec.scalars_torch import Laws, Placed
 from tests import codec_samples as samples
 
 ANY = list(FORMATS.values())
@@ -45,11 +53,10 @@ class Rows:
         law = self.mean, self.grid, self.reciprocal
         return scalars.put_gridded(self.patterns, *law, TABLES[self.fmt.name], lanes)
 
-    def placed(self, row: int) -> list[Tensor]:
-        """The row's placement [1, T], as tensors."""
-        scales = ChannelScales(self.grid[row], self.reciprocal[row])
-        where = place_values(self.mean[row], scales, self.fmt)
-        return [torch.from_numpy(x.copy())[None] for x in (where.mean, where.start, where.grid, where.reciprocal)]
+    def placed(self) -> Placed:
+        """The placement [n, T], as tensors."""
+        where = place_values(self.mean, ChannelScales(self.grid, self.reciprocal), self.fmt)
+        return Placed(*(torch.from_numpy(x.copy()) for x in (where.mean, where.start, where.grid, where.reciprocal)))
 
 
 def any_rows(rng: np.random.Generator, fmt: NumberFormat, rows: int, count: int) -> Rows:
@@ -75,15 +82,17 @@ def read_torch(streams: list[bytes], rows: list[Rows], lanes: int, device: str =
     """Patterns [B, n, T] of streams whose rows are of the longest one's shape once they are filled up."""
     longest = max(r.patterns.shape[1] for r in rows)
     counts = torch.tensor([r.patterns.shape[1] for r in rows], device=device)
-    coder = rans_torch.Decoder(streams, lanes, TABLES[rows[0].fmt.name], device)
-    out = []
+    coder = rans_torch.Decoder(streams, lanes, Laws(TABLES[rows[0].fmt.name], device), device)
+    out, placed = [], [r.placed() for r in rows]
     for row in range(len(rows[0].patterns)):
-        parts = [r.placed(row) for r in rows]
+        parts = zip(*placed, strict=True)
         filled = [
-            torch.cat([torch.nn.functional.pad(p[k], (0, longest - p[k].shape[1]), mode="replicate") for p in parts])
-            for k in range(4)
+            torch.cat(
+                [torch.nn.functional.pad(x[row][None], (0, longest - x.shape[1]), mode="replicate") for x in some]
+            )
+            for some in parts
         ]
-        out.append(coder.row(*(x.to(device) for x in filled), counts))
+        out.append(coder.row(Placed(*(x.to(device) for x in filled)), counts))
     coder.finish()
     return torch.stack(out, 1).cpu()
 
@@ -99,7 +108,7 @@ def test_paths_give_the_same_bytes_and_read_each_other(
 ) -> None:
     rng, tables = np.random.default_rng(seed), TABLES[fmt.name]
     some = [any_rows(rng, fmt, rows, max(1, count - 5 * b)) for b in range(batch)]
-    coded = []
+    coded, tensors = [], []
     for r in some:
         law = r.mean, r.grid, r.reciprocal
         symbols, escapes = r.put(lanes)
@@ -107,6 +116,13 @@ def test_paths_give_the_same_bytes_and_read_each_other(
         assert escapes == plain_escapes
         for name in ("start", "freq", "lane"):
             assert np.array_equal(getattr(symbols, name), getattr(plain, name)), name
+        laid, laid_escapes = Laws(tables, device).put(
+            torch.from_numpy(r.patterns).to(device), Placed(*(x.to(device) for x in r.placed())), lanes
+        )
+        assert laid_escapes == escapes
+        for name in ("start", "freq", "lane"):
+            assert np.array_equal(getattr(symbols, name), getattr(laid, name).cpu().numpy()), name
+        tensors.append([laid, symbols])
         parts = [symbols, symbols]
         encoder = rans.Encoder(lanes)
         for part in parts:
@@ -115,7 +131,7 @@ def test_paths_give_the_same_bytes_and_read_each_other(
         assert coded[-1] == rans_plain.encode(parts, lanes)
         assert sum(coded[-1][1]) == len(coded[-1][0])
     streams = [stream for stream, _ in coded]
-    assert rans_torch.encode([[r.put(lanes)[0]] * 2 for r in some], lanes, device) == coded
+    assert rans_torch.encode(tensors, lanes, device) == coded
     for r, stream in zip(some, streams, strict=True):
         law = r.mean, r.grid, r.reciprocal
         compiled, plainly = rans.Decoder(stream, lanes), rans_plain.Decoder(stream, lanes)
@@ -130,6 +146,23 @@ def test_paths_give_the_same_bytes_and_read_each_other(
     read = read_torch(streams, twice, lanes, device)
     for b, r in enumerate(twice):
         assert np.array_equal(read[b, :, : r.patterns.shape[1]].numpy(), r.patterns)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fmt", ANY, ids=lambda f: f.name)
+def test_tensors_place_laws_as_the_reference_does(device: str, fmt: NumberFormat) -> None:
+    rng, shape = np.random.default_rng(3), (40, 500)
+    sigma = 2.0 ** rng.uniform(-25, 62, shape)
+    sigma = np.where(rng.random(shape) < 0.2, 2.0 ** rng.integers(-30, 70, shape), sigma)
+    sigma = np.where(rng.random(shape) < 0.02, rng.choice([0.0, 5e-324, 1e308, math.inf], shape), sigma)
+    mean = sigma.clip(0, 1e100) * rng.integers(-40, 41, shape) / 8
+    mean = np.where(rng.random(shape) < 0.3, rng.standard_normal(shape) * 2.0 ** rng.uniform(-140, 130, shape), mean)
+    mean = np.where(rng.random(shape) < 0.05, rng.choice([0.0, -0.0, 5e-324, 3e38, -3e38, 1e308], shape), mean)
+    scales = ChannelScales(*scale_integers(sigma, fmt))
+    wanted = place_values_reference(mean, scales, fmt)
+    placed = Laws(TABLES[fmt.name], device).place(*(torch.from_numpy(x).to(device) for x in (mean, sigma)))
+    for name, found in zip(("mean", "start", "grid", "reciprocal"), placed, strict=True):
+        assert np.array_equal(found.cpu().numpy(), getattr(wanted, name)), name
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
