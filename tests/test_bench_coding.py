@@ -16,7 +16,7 @@ import torch
 
 from codec.errors import DataError, UserError
 from codec.formats import BF16, FP8_E4M3, FP16, FP32
-from jobs.bench import actor_scaling, child, coder, general, machine, peers, scaling, synthetic
+from jobs.bench import actor_scaling, child, coder, general, machine, peers, scaling, synthetic, torch_coder
 from jobs.bench.turns import take_turns
 from tests import codec_samples as samples
 
@@ -84,8 +84,24 @@ def test_coder_tells_when_bits_differ(tiny_model: Path, tmp_path: Path, monkeypa
     assert dict(coder.rows(result))["verified"].startswith("NO")
 
 
+@pytest.mark.parametrize("lost", [0, 4])
+def test_coder_compares_the_torch_path(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    encode = torch_coder.encode
+    monkeypatch.setattr(torch_coder, "encode", lambda *given: [x[: len(x) - lost] for x in encode(*given)])
+    if lost:  # a stream without its end cannot be read
+        monkeypatch.setattr(torch_coder, "decode", lambda laws, group, streams: group.patterns)
+    more = ("--tokens", "24", "--train", "1", "--repeats", "1", "--d-kv", "--chunk-tokens", "16", "--torch", "cpu")
+    result = coder.run(arguments(coder, tiny_model, tmp_path, *more), lambda text: None)
+    assert result["verified"] is (not lost)
+    assert result["encode_scalars_per_s_torch"] > 0 and result["decode_scalars_per_s_torch"] > 0
+    assert dict(coder.rows(result))["rANS, torch"].endswith("on cpu")
+
+
 def test_coder_refuses_what_it_cannot_measure(tiny_model: Path, tmp_path: Path) -> None:
-    for more, said in ((["--d-kv", "100"], "--d-kv 100 must be a multiple of 64"), (["--repeats", "0"], "--repeats 0")):
+    for more, said in ((["--d-kv", "100"], "--d-kv 100 must be a multiple of 64"), (["--repeats", "0"], "--repeats 0"),
+                       (["--torch", "cuda:63"], "--torch cuda:63: torch cannot compute there")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             coder.run(arguments(coder, tiny_model, tmp_path, *more), lambda text: None)
 

@@ -7,6 +7,8 @@ and each figure is the median of its repeats. Every side's round trip is compare
 encode_scalars_per_s               the entropy stage alone: patterns under known laws (mean, sigma) to bytes; decode: back
 *_joint                            the same with the joint model: the laws are found, too, channel after channel
 *_constriction                     the same with the constriction backend instead of rANS, channel after channel, as it has to be
+*_torch                            with --torch DEVICE: the entropy stage in torch operations on that device, laws included, many streams at
+                                   once; by the clock, as such a device is not the processor. Its bytes are compared with rANS's
 *_gaussian                         constriction's own QuantizedGaussian on integers of the same spread: what it does at best. It does not
                                    code the cache (rare values are clipped, and there is no escape)
 bytes, bytes_constriction          of the bitstreams; bits_per_scalar: of rANS
@@ -38,19 +40,18 @@ from codec.closed_loop import ClosedLoop
 from codec.coders import Coder
 from codec.errors import DataError, UserError
 from codec.formats import NumberFormat
-from codec.geometry import Floats, Geometry
+from codec.geometry import Geometry
 from codec.loop import Pair, follow
-from jobs.bench import rate
+from jobs.arguments import device
+from jobs.bench import rate, torch_coder
 from jobs.bench.machine import describe
 from jobs.bench.one_core import OneCore, add_one_core
 from jobs.bench.synthetic import Sweep, sweep
+from jobs.bench.torch_coder import Law
 from jobs.bench.turns import Note, take_turns
 from pipeline.store import Store
 
 CODERS = {"rans": rans.NAME, "constriction": entropy.BACKEND}
-Laws = tuple[
-    int, Ints, Floats, Floats
-]  # side, and patterns, mean, sigma [channels, T] in the order in which they are coded
 Layers = list[tuple[Tensor, Tensor]]
 
 
@@ -59,10 +60,13 @@ class Settings(OneCore):
     """What is measured; the names are those of the command line."""
 
     d_kv: Sequence[int] = (192, 1024)
+    torch: str | None = None
 
     def check(self) -> None:
         """Raise UserError for the first value that cannot be."""
         super().check()
+        if self.torch is not None:
+            torch_coder.check_device(self.torch)
         for width in self.d_kv:
             if not 64 <= width <= 4096 or width % 64:
                 raise UserError(f"--d-kv {width} must be a multiple of 64 from 64 to 4096")
@@ -75,7 +79,7 @@ class Chunk:
     truth: Layers
     guesses: list[Pair]
     turns: list[Pair]
-    laws: list[list[Laws]]
+    laws: list[list[Law]]
 
     @property
     def scalars(self) -> int:
@@ -98,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--d-kv", type=int, nargs="*", default=list(given.d_kv), metavar="N",
         help="widths to compare with made-up joint models (default: 192 1024); none to leave this out",
     )  # fmt: skip
+    parser.add_argument(
+        "--torch",
+        type=device,
+        metavar="DEVICE",
+        help="measure the torch path on this device, too: cpu, cuda (default: do not)",
+    )
 
 
 def run(arguments: argparse.Namespace, note: Note) -> dict[str, Any]:
@@ -120,6 +130,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("laws", f"{s['predictor']}, {s['cache_dtype']} cache, {r['scalars']:,} scalars in chunks of {s['chunk_tokens']}"),
         ("rANS", speed("")), ("rANS, joint model", speed("_joint")), ("constriction", speed("_constriction")),
         ("QuantizedGaussian", speed("_gaussian")),
+        *([("rANS, torch", f"{speed('_torch')}, on {s['torch']}")] if s["torch"] else []),
         ("size", f"{r['bits_per_scalar']:.4f} bits a scalar; {r['bytes'] / r['bytes_constriction']:.4f} of constriction's"),
     ]  # fmt: skip
     for width, cost in r["d_kv"].items():
@@ -153,10 +164,16 @@ def measure(settings: Settings, folder: Path, note: Note) -> dict[str, Any]:
     coders = {name: Coder(backend, profile.coder.table, profile.format) for name, backend in CODERS.items()}
     sizes, sides, verified = make_sides(chunks, loop, coders, profile.format)
     seconds = take_turns(sides, settings.repeats, note, time.process_time)
+    if settings.torch is not None:
+        laws = [chunk.laws for chunk in chunks]
+        more, same = torch_coder.make_sides(laws, put(coders["rans"], chunks), coders["rans"], settings.torch)
+        seconds |= take_turns(more, settings.repeats, note)
+        verified &= same
     costs = sweep(Sweep(settings.d_kv, settings.chunk_tokens, settings.repeats), note)
     return figures(sum(c.scalars for c in chunks), seconds, sizes, costs) | {
         "verified": verified,
-        "settings": rate.shown(given, target) | {"repeats": settings.repeats, "d_kv": list(settings.d_kv)},
+        "settings": rate.shown(given, target)
+        | {"repeats": settings.repeats, "d_kv": list(settings.d_kv), "torch": settings.torch},
         "machine": machine,
     }
 
