@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.ports import free_ports
 
 if TYPE_CHECKING:  # what these import reads the environment that is set below
     from pipeline.options import Options
@@ -42,7 +43,6 @@ for _name in (
     os.environ.pop(_name, None)
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
-LOOPBACK = "127.0.0.1"
 TINY_CONTEXT = 1024
 
 # Like SmolLM2's: a default system message, and tools are ignored.
@@ -191,9 +191,7 @@ def options(pristine: tuple[Options, Made], tmp_path: Path) -> Options:
 @pytest.fixture
 def free_port() -> int:
     """A TCP port that was free on the loopback address a moment ago."""
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LOOPBACK
+from tests.ports import LOOPBACK, free_ports
 
 RAY = Path(sys.executable).with_name("ray")
 
@@ -60,17 +59,6 @@ def ray_head(folder: Path, cpus: int = 4, environment: dict[str, str] | None = N
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports that were free on the loopback address a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind((LOOPBACK, 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

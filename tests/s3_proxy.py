@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.conftest import LOOPBACK
+from tests.ports import LOOPBACK
 from tests.s3_server import BUCKET
 
 HOP_BY_HOP = {"connection", "expect", "keep-alive", "transfer-encoding"}

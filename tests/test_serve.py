@@ -22,7 +22,8 @@ import safetensors.torch
 
 from codec.errors import UserError
 from pipeline.restoration.serving import ServeOptions
-from tests.conftest import LOOPBACK, REPO_ROOT
+from tests.conftest import REPO_ROOT
+from tests.ports import LOOPBACK
 from tests.stored import CHUNK, Kept, same, tokens_of
 from tests.test_restoration import forge
 from tests.test_service import pairs_of

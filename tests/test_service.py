@@ -25,7 +25,7 @@ from pipeline.model_source import load_tokenizer, resolve_model
 from pipeline.restoration.metrics import MetricsBoard
 from pipeline.restoration.restorer import Restorer
 from pipeline.restoration.service import Limits, Service
-from tests.conftest import LOOPBACK
+from tests.ports import LOOPBACK
 from tests.stored import CHUNK, Kept, same, tokens_of
 from tests.test_restoration import flip, forge
 
