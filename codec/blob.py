@@ -80,8 +80,7 @@ def pack(header: BlobHeader, streams: Sequence[bytes]) -> bytes:
         body += _LAYER.pack(layer.kv_heads, layer.key_dim, layer.value_dim, 0, layer.key_checksum, layer.value_checksum)
     head = _PREFIX.pack(MAGIC, VERSION, 0, _PREFIX.size + len(body) + 16) + body
     parts = [head, digest(head), *streams]
-    blob = b"".join(parts)
-    return blob + digest(blob)
+    return b"".join([*parts, digest(*parts)])
 
 
 def read_header(blob: bytes) -> BlobHeader:
@@ -162,7 +161,7 @@ def streams(blob: bytes, header: BlobHeader) -> list[bytes]:
         raise errors.TruncatedBlob(
             f"The blob has {len(blob)} bytes where its header says {want}; it was cut or extended."
         )
-    if digest(blob[:-16]) != blob[-16:]:
+    if digest(memoryview(blob)[:-16]) != blob[-16:]:
         raise errors.CorruptBlob("The checksum of the blob differs; its bytes were changed after it was written.")
     out, at = [], header.header_bytes
     for size in header.stream_bytes:

@@ -13,9 +13,12 @@ from codec.keys import DIGEST_BYTES
 Layers = Sequence[tuple[Tensor, Tensor]]
 
 
-def digest(data: bytes) -> bytes:
-    """xxh3-128, 16 bytes, big-endian as the reference implementation's canonical form."""
-    return xxhash.xxh3_128_digest(data)
+def digest(*parts: bytes | memoryview) -> bytes:
+    """xxh3-128 of the parts, one after another: 16 bytes, big-endian as the reference implementation's canonical form."""
+    found = xxhash.xxh3_128()
+    for part in parts:
+        found.update(part)
+    return found.digest()
 
 
 def tensor_checksum(values: Tensor, fmt: NumberFormat) -> bytes:
