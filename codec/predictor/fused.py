@@ -72,6 +72,15 @@ def pow2(exponent: int) -> Any:
 
 
 @inlined
+def _largest(bits: Bits, i: int) -> Any:
+    """The bits of the largest magnitude in a row of float32."""
+    top = np.int32(0)
+    for j in range(bits.shape[1]):
+        top = max(top, bits[i, j] & MAGNITUDE)
+    return top
+
+
+@inlined
 def _exponent(top: int) -> Any:
     """The exponent by which exact.row_integers scales a row whose largest magnitude has these bits."""
     e = (top >> 23) - 126 if top > 0 else 0
@@ -102,10 +111,7 @@ def exp2_fraction(t: Any, n: Any) -> Any:
 def _limbs(begin: int, end: int, x: Singles, bits: Bits, limbs: Bytes, scale: Singles) -> None:
     rows, n = x.shape
     for i in range(begin, end):
-        top = np.int32(0)
-        for j in range(n):
-            top = max(top, bits[i, j] & MAGNITUDE)
-        e = _exponent(top)
+        e = _exponent(_largest(bits, i))
         factor = pow2(15 - e)
         scale[i, 0] = pow2(e - 15)
         for j in range(n):
@@ -125,9 +131,7 @@ def limbs(x: Tensor) -> tuple[Tensor, Tensor]:
 @compiled
 def _int8(begin: int, end: int, x: Singles, bits: Bits, out: Bytes, scale: Singles) -> None:
     for i in range(begin, end):
-        top = np.int32(0)
-        for j in range(x.shape[1]):
-            top = max(top, bits[i, j] & MAGNITUDE)
+        top = _largest(bits, i)
         s = max(np.int32(top).view(np.float32) * _INV_127, _LEAST_SCALE)
         scale[i, 0] = s
         for j in range(x.shape[1]):
@@ -145,10 +149,7 @@ def int8(x: Tensor) -> tuple[Tensor, Tensor]:
 @compiled
 def _row_integers(begin: int, end: int, x: Singles, bits: Bits, out: Doubles, scale: Singles) -> None:
     for i in range(begin, end):
-        top = np.int32(0)
-        for j in range(x.shape[1]):
-            top = max(top, bits[i, j] & MAGNITUDE)
-        e = _exponent(top)
+        e = _exponent(_largest(bits, i))
         factor = pow2(15 - e)
         scale[i, 0] = pow2(e - 15)
         for j in range(x.shape[1]):
@@ -177,10 +178,7 @@ def _seen(
     values: Shorts,
 ) -> None:
     for i in range(begin, end):
-        top = np.int32(0)
-        for j in range(k.shape[1]):
-            top = max(top, bits[i, j] & MAGNITUDE)
-        e = _exponent(top)
+        e = _exponent(_largest(bits, i))
         factor, step = pow2(15 - e), steps[i // (k.shape[0] // steps.shape[0])]
         scale[i, 0] = pow2(e - 15)
         for j in range(k.shape[1]):
@@ -246,10 +244,7 @@ def _norm(
     begin: int, end: int, x: Singles, bits: Bits, weight: Singles, eps: float, share: float, out: Singles, rms: Singles
 ) -> None:
     for i in range(begin, end):
-        top = np.int32(0)
-        for j in range(x.shape[1]):
-            top = max(top, bits[i, j] & MAGNITUDE)
-        e = _exponent(top)
+        e = _exponent(_largest(bits, i))
         factor, step = pow2(15 - e), np.float64(pow2(e - 15))
         total = np.int64(0)
         for j in range(x.shape[1]):
