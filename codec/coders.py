@@ -198,6 +198,7 @@ class _LaneWriter:
     def finish(self) -> Written:
         """See Writer."""
         self._close()
+        self._layer = 0  # nothing is open
         self._encoder = rans.Encoder(1)  # whoever goes on with the streams is done with the room for symbols
         return Written(self._streams, *self._bytes)
 

@@ -24,7 +24,7 @@ from codec.rans import LOW, PRECISION, Symbols
 from codec.rans import Decoder as Stream
 from codec.residual import WINDOW
 from codec.scalar_kernels import ESCAPE_FREQ, ESCAPE_START
-from codec.scalars_torch import ALL, Laws, Placed, TensorSymbols, uniform
+from codec.scalars_torch import ALL, Laws, Placed, TensorSymbols, share, uniform
 
 _WORD = 32
 _WORD_MASK = (1 << _WORD) - 1
@@ -32,12 +32,20 @@ _WORD_MASK = (1 << _WORD) - 1
 
 # ---------------------------------------------------------------- encoding
 def encode(
-    streams: Sequence[Sequence[Symbols | TensorSymbols]], lanes: int, device: torch.device | str = "cpu"
+    streams: Sequence[Sequence[Symbols | TensorSymbols]], lanes: int, device: torch.device | str | None = None
 ) -> list[tuple[bytes, list[int]]]:
-    """Of each stream, given as its parts in decoding order, what `rans.Encoder.finish` gives."""
+    """Of each stream, given as its parts in decoding order, what `rans.Encoder.finish` gives.
+
+    device: where to compute, by default where the first part that is of tensors is. Raises ValueError for symbols in other lanes.
+    """
+    if device is None:
+        tensors = (part.start.device for parts in streams for part in parts if isinstance(part, TensorSymbols))
+        device = next(tensors, torch.device("cpu"))
     flat = [part for parts in streams for part in parts]
-    sizes = torch.tensor([sum(map(len, parts)) for parts in streams], device=device)
+    sizes = torch.tensor([sum(map(len, parts)) for parts in streams], dtype=torch.int64, device=device)
     start, freq, lane = (_joined([getattr(part, name) for part in flat], device) for name in ("start", "freq", "lane"))
+    if len(lane) and int(lane.max()) >= lanes:
+        raise ValueError(f"symbols in lane {int(lane.max())} of streams that have {lanes}")
     stream = torch.repeat_interleave(torch.arange(len(streams), device=device), sizes)
     states, words, written = _code(start, freq, stream * lanes + lane, len(streams) * lanes)
     heads = states.cpu().numpy().astype("<u8").reshape(len(streams), lanes)
@@ -93,8 +101,9 @@ def _code(start: Tensor, freq: Tensor, lane: Tensor, lanes: int) -> tuple[Tensor
 class Decoder:
     """Streams of as many lanes each at their places, and the tables to read rows of scalars from them, one row of each at a time."""
 
-    def __init__(self, streams: Sequence[bytes], lanes: int, laws: Laws, device: torch.device | str = "cpu") -> None:
-        """Of one stream at least; `laws` on the same device. Raises CorruptBlob for what cannot be a stream of so many lanes."""
+    def __init__(self, streams: Sequence[bytes], lanes: int, laws: Laws) -> None:
+        """Of one stream at least, on the device of `laws`. Raises CorruptBlob for what cannot be a stream of so many lanes."""
+        device = laws.device
         parts = [Stream(stream, lanes) for stream in streams]
         sizes = np.array([len(part.words) - 1 for part in parts], np.int64)  # without the zero at the end
         self._states = torch.from_numpy(np.stack([part.states.astype(np.int64) for part in parts])).to(device)
@@ -108,8 +117,8 @@ class Decoder:
     def row(self, where: Placed, counts: Tensor | None = None) -> Tensor:
         """Patterns [B, T] of each stream's next row, placed there [B, T].
 
-        counts [B]: how many scalars the row has, where that is not T for all; what lies beyond comes back as any number. A stream
-        that ends gives any patterns from there on: see `check`.
+        counts [B]: how many scalars the row has, where that is not T for all; what lies beyond has to be placed where a
+        scalar could be, too, and comes back as any number. A stream that ends gives any patterns from there on: see `check`.
         """
         lanes, out = self._states.shape[1], torch.empty_like(where.at)
         for begin in range(0, out.shape[1], lanes):
@@ -167,10 +176,8 @@ class Decoder:
         """Stage 2: a value of so many bits where it is no scalar in cell 0, a binade where it is one."""
         slot = self._slots(bits.shape[1])
         value, low, freq = uniform(slot, bits)
-        sums = self._laws.zero_sums(grid)
-        binade = (slot[..., None] >= sums[..., 1:]).sum(-1)  # exact: counts
-        found = sums.gather(2, binade[..., None])[..., 0]
-        width = sums.gather(2, binade[..., None] + 1)[..., 0] - found
+        binade = (slot[..., None] >= self._laws.zero_sums(grid)[..., 1:]).sum(-1)  # exact: counts
+        found, width = self._laws.zero_interval(grid, binade)
         self._take(torch.where(zero, found, low), torch.where(zero, width, freq), there)
         return value, binade
 
@@ -179,11 +186,10 @@ class Decoder:
         t, slot = self._laws.numbers, self._slots(binade.shape[1])
         shallow, low, freq = uniform(slot, torch.full_like(slot, t.mantissa))
         size = self._laws.deep_size(grid)
-        each = ALL // size
-        offset = torch.minimum(slot // each, size - 1)
-        width = torch.where(offset == size - 1, ALL - offset * each, each)
+        offset = torch.minimum(slot // (ALL // size), size - 1)
+        found, width = share(offset, size)
         deep = binade == BINADES
-        low, freq = torch.where(deep, offset * each, low), torch.where(deep, width, freq)
+        low, freq = torch.where(deep, found, low), torch.where(deep, width, freq)
         self._take(torch.where(zero, low, 0), torch.where(zero, freq, ALL), there)
         return torch.where(deep, offset, ((grid - binade - t.emin) << t.mantissa) | shallow)
 

@@ -49,6 +49,7 @@ class Laws:
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
         self.numbers = tables.numbers
+        self.device = torch.device(device)
         self._edges = torch.from_numpy(tables.edges).to(device)
         fine = torch.from_numpy(tables.fine).to(device, torch.int64)
         self._below = fine[:INVERSE]
@@ -81,14 +82,23 @@ class Laws:
         """Sums of frequencies of the binades of cell 0: [*grid.shape, BINADES + 2]."""
         return self._zero[self._binades(grid)]
 
+    def zero_interval(self, grid: Tensor, binade: Tensor) -> tuple[Tensor, Tensor]:
+        """(first slot, frequency) of binades of cell 0."""
+        count = self._binades(grid)
+        low = self._zero[count, binade]
+        return low, self._zero[count, binade + 1] - low
+
     def deep_size(self, grid: Tensor) -> Tensor:
         """How many ordinals of cell 0 are coded as one binade."""
         t = self.numbers
         return (grid - self._binades(grid) - t.emin + 1) << t.mantissa
 
     def put(self, patterns: Tensor, where: Placed, lanes: int) -> tuple[TensorSymbols, Tensor]:
-        """(symbols, escapes) of patterns [n, T], row after row: what scalars.put_gridded gives."""
-        coded, rest = self._split(patterns)
+        """(symbols, escapes) of patterns [n, T], row after row: what scalars.put_gridded gives.
+
+        Patterns are integers of any type of which the format's bits count: those of a torch.int16 view do as well.
+        """
+        coded, rest = self._split(patterns.long() & ((1 << self._item_bits) - 1))
         n, inside = self._cell_of(coded, where)
         stages = [self._cell(n, inside, where), *self._within(coded, n, inside, where.grid)]
         if self.numbers.raw:
@@ -99,12 +109,17 @@ class Laws:
     def _binades(self, grid: Tensor) -> Tensor:
         return (grid - self.numbers.emin).clamp(max=BINADES)
 
+    @property
+    def _item_bits(self) -> int:
+        t = self.numbers
+        return t.bits + max(t.raw - 1, 0)  # rounding up takes one bit more than the format has
+
     def _split(self, patterns: Tensor) -> tuple[Tensor, Tensor]:
         """NumberFormat.split."""
         t = self.numbers
         if not t.raw:
             return patterns, torch.zeros_like(patterns)
-        item = t.bits + t.raw - 1  # rounding up takes one bit more than the format has
+        item = self._item_bits
         moved = (patterns & ((1 << (item - 1)) - 1)) + (1 << (t.raw - 1))
         return ((patterns >> (item - 1)) << (t.bits - 1)) | (moved >> t.raw), moved & ((1 << t.raw) - 1)
 
@@ -141,14 +156,10 @@ class Laws:
         ordinal = torch.where(zero, coded & ((1 << (t.bits - 1)) - 1), 0)
         binade = grid - ((ordinal >> t.mantissa) + t.emin)
         deep = (binade >= self._binades(grid)) | (ordinal < one)
-        binade = torch.where(deep, BINADES, binade.clamp(0, BINADES))[..., None]
-        sums = self.zero_sums(grid)
-        low, high = sums.gather(-1, binade)[..., 0], sums.gather(-1, binade + 1)[..., 0]
-        second = torch.where(zero, low, start), torch.where(zero, high - low, freq), zero | (bits > 0)
+        low, width = self.zero_interval(grid, torch.where(deep, BINADES, binade.clamp(0, BINADES)))
+        second = torch.where(zero, low, start), torch.where(zero, width, freq), zero | (bits > 0)
         offset = torch.where(deep, ordinal, ordinal & (one - 1))
-        size = torch.where(deep, self.deep_size(grid), one)
-        each = ALL // size
-        third = offset * each, torch.where(offset == size - 1, ALL - offset * each, each), zero
+        third = *share(offset, torch.where(deep, self.deep_size(grid), one)), zero
         return [second, third]
 
     def _cell_at(self, at: Tensor) -> Tensor:
@@ -167,6 +178,13 @@ def uniform(slot: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shift = PRECISION - bits
     value = slot >> shift
     return value, value << shift, torch.ones_like(slot) << shift
+
+
+def share(offset: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """(first slot, frequency) of one of `size` equally likely offsets; the last one has what is left over."""
+    each = ALL // size
+    low = offset * each
+    return low, torch.where(offset == size - 1, ALL - low, each)
 
 
 def _in_order(stages: list[tuple[Tensor, Tensor, Tensor]], lanes: int) -> TensorSymbols:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from codec.errors import DataError, UserError
+from codec.errors import CorruptBlob, DataError, UserError
 from codec.formats import BF16, FP8_E4M3, FP16, FP32
 from jobs.bench import actor_scaling, child, coder, general, machine, peers, scaling, synthetic, torch_coder
 from jobs.bench.turns import take_turns
@@ -84,17 +84,28 @@ def test_coder_tells_when_bits_differ(tiny_model: Path, tmp_path: Path, monkeypa
     assert dict(coder.rows(result))["verified"].startswith("NO")
 
 
-@pytest.mark.parametrize("lost", [0, 4])
+@pytest.mark.parametrize("wrong", ["", "bytes", "a stream", "a pattern", "the end"])
 def test_coder_compares_the_torch_path(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    encode = torch_coder.encode
-    monkeypatch.setattr(torch_coder, "encode", lambda *given: [x[: len(x) - lost] for x in encode(*given)])
-    if lost:  # a stream without its end cannot be read
-        monkeypatch.setattr(torch_coder, "decode", lambda laws, group, streams: group.patterns)
+    encode, decode = torch_coder.encode, torch_coder.decode
+
+    def lying(*given: Any) -> Any:
+        if wrong == "the end":
+            raise CorruptBlob("Bitstream 1 of 1 holds more than its tensors need; the blob is corrupt.")
+        patterns = decode(*given)
+        patterns[0, -1, -1] ^= 1
+        return patterns
+
+    if wrong == "bytes":
+        monkeypatch.setattr(torch_coder, "encode", lambda *given: [x[:-4] for x in encode(*given)])
+    elif wrong == "a stream":
+        monkeypatch.setattr(torch_coder, "encode", lambda *given: encode(*given)[:-1])
+    elif wrong:
+        monkeypatch.setattr(torch_coder, "decode", lying)
     more = ("--tokens", "24", "--train", "1", "--repeats", "1", "--d-kv", "--chunk-tokens", "16", "--torch", "cpu")
     result = coder.run(arguments(coder, tiny_model, tmp_path, *more), lambda text: None)
-    assert result["verified"] is (not lost)
+    assert result["verified"] is (not wrong)
     assert result["encode_scalars_per_s_torch"] > 0 and result["decode_scalars_per_s_torch"] > 0
     assert dict(coder.rows(result))["rANS, torch"].endswith("on cpu")
 

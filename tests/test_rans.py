@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,88 +13,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from codec import rans, rans_plain, rans_torch, scalars
 from codec.cells import Ints
 from codec.coders import Coder
 from codec.errors import CorruptBlob
-from codec.formats import BF16, FORMATS, FP8_E4M3, NumberFormat
+from codec.formats import BF16, FP8_E4M3, NumberFormat
 from codec.rans import LOW, PRECISION, Symbols, lane_count
 from codec.residual import (
     ChannelScales,
     gaussian_table,
-    grid_limit,
-    place_values,
     place_values_reference,
     scale_integers,
 )
 from codec.scalars_torch import Laws, Placed
 from tests import codec_samples as samples
+from tests.rans_rows import ANY, DEVICES, TABLES, Rows, any_rows, read_torch
 
-ANY = list(FORMATS.values())
-TABLE = gaussian_table()
-TABLES = {f.name: scalars.tables_of(TABLE, f) for f in ANY}
 ONE = 1 << PRECISION
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of scalars and their laws, [n, T] each."""
-
-    fmt: NumberFormat
-    patterns: Ints
-    mean: Any
-    grid: Ints
-    reciprocal: Ints
-
-    def put(self, lanes: int) -> tuple[Symbols, int]:
-        law = self.mean, self.grid, self.reciprocal
-        return scalars.put_gridded(self.patterns, *law, TABLES[self.fmt.name], lanes)
-
-    def placed(self) -> Placed:
-        """The placement [n, T], as tensors."""
-        where = place_values(self.mean, ChannelScales(self.grid, self.reciprocal), self.fmt)
-        return Placed(*(torch.from_numpy(x.copy()) for x in (where.mean, where.start, where.grid, where.reciprocal)))
-
-
-def any_rows(rng: np.random.Generator, fmt: NumberFormat, rows: int, count: int) -> Rows:
-    """Any laws within a profile's bounds; patterns near them, anywhere, and hostile ones (NaNs, infinities, -0, denormals)."""
-    shape = (rows, count)
-    sigma = 2.0 ** rng.uniform(-25, 12, shape)
-    grid, reciprocal = scale_integers(sigma, fmt)
-    wild = rng.random(shape) < 0.2
-    grid = np.where(wild, rng.integers(fmt.emin, grid_limit(fmt) + 1, shape), grid)
-    reciprocal = np.where(wild, rng.integers(1, (1 << 20) + 1, shape), reciprocal)
-    mean = rng.standard_normal(shape) * 2.0 ** rng.uniform(-30, 12, shape)
-    mean = np.where(rng.random(shape) < 0.3, sigma * rng.integers(-9, 10, shape) / 8, mean)  # cell edges, cell 0
-    mean = np.where(rng.random(shape) < 0.05, rng.choice([0.0, -0.0, 3e38, -3e38, 1e300, 1e-300], shape), mean)
-    near = torch.from_numpy(np.clip(mean + sigma * rng.standard_normal(shape), -fmt.max_finite, fmt.max_finite))
-    patterns = fmt.patterns(samples.cast(near, fmt))
-    hostile = samples.hostile_patterns(fmt)
-    patterns = np.where(rng.random(shape) < 0.2, rng.integers(0, 1 << fmt.item_bits, shape), patterns)
-    patterns = np.where(rng.random(shape) < 0.2, hostile[rng.integers(0, len(hostile), shape)], patterns)
-    return Rows(fmt, patterns, mean, grid, reciprocal)
-
-
-def read_torch(streams: list[bytes], rows: list[Rows], lanes: int, device: str = "cpu") -> Tensor:
-    """Patterns [B, n, T] of streams whose rows are of the longest one's shape once they are filled up."""
-    longest = max(r.patterns.shape[1] for r in rows)
-    counts = torch.tensor([r.patterns.shape[1] for r in rows], device=device)
-    coder = rans_torch.Decoder(streams, lanes, Laws(TABLES[rows[0].fmt.name], device), device)
-    out, placed = [], [r.placed() for r in rows]
-    for row in range(len(rows[0].patterns)):
-        parts = zip(*placed, strict=True)
-        filled = [
-            torch.cat(
-                [torch.nn.functional.pad(x[row][None], (0, longest - x.shape[1]), mode="replicate") for x in some]
-            )
-            for some in parts
-        ]
-        out.append(coder.row(Placed(*(x.to(device) for x in filled)), counts))
-    coder.finish()
-    return torch.stack(out, 1).cpu()
 
 
 # ---------------------------------------------------------------- three paths
@@ -131,7 +67,7 @@ def test_paths_give_the_same_bytes_and_read_each_other(
         assert coded[-1] == rans_plain.encode(parts, lanes)
         assert sum(coded[-1][1]) == len(coded[-1][0])
     streams = [stream for stream, _ in coded]
-    assert rans_torch.encode(tensors, lanes, device) == coded
+    assert rans_torch.encode(tensors, lanes) == coded
     for r, stream in zip(some, streams, strict=True):
         law = r.mean, r.grid, r.reciprocal
         compiled, plainly = rans.Decoder(stream, lanes), rans_plain.Decoder(stream, lanes)
@@ -165,9 +101,29 @@ def test_tensors_place_laws_as_the_reference_does(device: str, fmt: NumberFormat
         assert np.array_equal(found.cpu().numpy(), getattr(wanted, name)), name
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fmt", ANY, ids=lambda f: f.name)
+def test_tensors_take_patterns_of_signed_types(device: str, fmt: NumberFormat) -> None:
+    """As torch views floats: a negative number is a negative integer."""
+    rows = any_rows(np.random.default_rng(4), fmt, 2, 60)
+    placed = Placed(*(x.to(device) for x in rows.placed()))
+    signed = torch.from_numpy(rows.patterns).to({8: torch.int8, 16: torch.int16, 32: torch.int32}[fmt.item_bits])
+    assert bool((signed < 0).any())
+    found, _ = Laws(TABLES[fmt.name], device).put(signed.to(device), placed, 4)
+    assert rans_torch.encode([[found]], 4) == [rans_plain.encode([rows.put(4)[0]], 4)]
+
+
+def test_symbols_of_lanes_that_a_stream_lacks_are_refused() -> None:
+    symbols = Symbols.of(np.zeros(9, np.int64), np.full(9, 5), np.arange(9) % 8)
+    with pytest.raises(ValueError, match="lane 7 of streams that have 4"):
+        rans_torch.encode([[symbols], []], 4)
+    assert rans_torch.encode([], 4) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 32), st.lists(st.integers(0, 60), max_size=4))
-def test_any_symbols_code_to_the_same_bytes(seed: int, lanes: int, lengths: list[int]) -> None:
+def test_any_symbols_code_to_the_same_bytes(device: str, seed: int, lanes: int, lengths: list[int]) -> None:
     """Also those that no scalar has: of one slot, of all slots, parts without symbols, lanes without any."""
     rng = np.random.default_rng(seed)
 
@@ -183,8 +139,8 @@ def test_any_symbols_code_to_the_same_bytes(seed: int, lanes: int, lengths: list
         encoder.add(some)
     wanted = encoder.finish()
     assert rans_plain.encode(parts, lanes) == wanted
-    assert rans_torch.encode([parts, [], parts[1:]], lanes)[0] == wanted
-    assert rans_torch.encode([parts, [], parts[1:]], lanes)[2] == rans_plain.encode(parts[1:], lanes)
+    coded = rans_torch.encode([parts, [], parts[1:]], lanes, device)
+    assert coded[0] == wanted and coded[2] == rans_plain.encode(parts[1:], lanes)
     stream, states = wanted[0], rans.Decoder(wanted[0], lanes).states.copy()
     words, at = np.frombuffer(stream, "<u4", offset=8 * lanes), 0
     for some in parts:  # decoding by the formula, from known symbols
@@ -290,7 +246,10 @@ def readers(rows: Rows, lanes: int) -> list[Any]:
         coder.finish()
         return found
 
-    return [compiled, plain, lambda stream: read_torch([stream], [rows], lanes)[0].numpy()]
+    def on(device: str) -> Callable[[bytes], Ints]:
+        return lambda stream: read_torch([stream], [rows], lanes, device)[0].numpy()
+
+    return [compiled, plain, *map(on, DEVICES)]
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -333,7 +292,7 @@ def test_garbage_is_refused_or_read_alike(
             assert found.shape == rows.patterns.shape
         except CorruptBlob:
             told.append(None)
-    assert told[0] == told[1] == told[2]
+    assert all(one == told[0] for one in told)
 
 
 def test_which_stream_is_broken_is_told() -> None:
