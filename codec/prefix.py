@@ -103,7 +103,7 @@ class _Chunk:
         try:
             given = DecodeTask(place, task.token_ids[self._span], task.blobs[chunk], task.identities[chunk])
             self._header = check_blob(predictor, profile, given)
-            streams = blobs.streams(given.blob, self._header)
+            streams = blobs.streams(memoryview(given.blob), self._header)
             self._reader = profile.coder.reader(streams, *profile.sizes(self._header.tokens))
         except BlobError as error:
             raise ChunkFailed(str(error), self.task, self._chunk) from error
