@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from codec import errors
 from codec.checksums import digest
 from codec.formats import NumberFormat, format_by_code
 
+Data = TypeVar("Data", bytes, memoryview)
 MAGIC = b"\x89KVC\r\n\x1a\n"
 VERSION = 1
 MAX_LAYERS = 4096
@@ -154,8 +156,8 @@ def _scale_code(scales: int, rows: Sequence[LayerHeader]) -> int:
     return {0: 0, heads: 2, tensors: 1}.get(scales, 255)
 
 
-def streams(blob: bytes, header: BlobHeader) -> list[bytes]:
-    """The bitstreams, after the checksum of the whole blob was found right."""
+def streams(blob: Data, header: BlobHeader) -> list[Data]:
+    """The bitstreams, after the checksum of the whole blob was found right; of a memoryview they are no copies."""
     want = header.header_bytes + sum(header.stream_bytes) + 16
     if len(blob) != want:
         raise errors.TruncatedBlob(

@@ -166,7 +166,7 @@ def decode_batch(predictor: Predictor, profile: Profile, tasks: Sequence[DecodeT
     check_pair(predictor, profile)
     headers = [check_blob(predictor, profile, t) for t in tasks]
     readers = [
-        profile.coder.reader(blobs.streams(t.blob, h), *profile.sizes(h.tokens))
+        profile.coder.reader(blobs.streams(memoryview(t.blob), h), *profile.sizes(h.tokens))
         for t, h in zip(tasks, headers, strict=True)
     ]
     out: list[Layers] = [[] for _ in tasks]

@@ -104,7 +104,7 @@ class Coder:
             return _SeparateWriter(self.model, self.format)
         return _LaneWriter(self, _Shared(layers, scalars, self.format.coarse))
 
-    def reader(self, streams: Sequence[bytes], layers: int, scalars: int) -> Reader:
+    def reader(self, streams: Sequence[bytes | memoryview], layers: int, scalars: int) -> Reader:
         """For the streams of such a chunk. Raises CorruptBlob."""
         if self.name != rans.NAME:
             return _SeparateReader(self.model, self.format, streams)
@@ -211,7 +211,7 @@ class _InTurn(Generic[StreamDecoder]):
 
     opened: type[StreamDecoder]
 
-    def __init__(self, coder: Coder, streams: Sequence[bytes], shared: _Shared) -> None:
+    def __init__(self, coder: Coder, streams: Sequence[bytes | memoryview], shared: _Shared) -> None:
         self._coder, self._streams, self._shared, self._layer = coder, list(streams), shared, 0
         self._decoders: list[StreamDecoder] = []
 
@@ -309,7 +309,7 @@ class _SeparateWriter:
 class _SeparateReader:
     source = None
 
-    def __init__(self, model: CellModel, fmt: NumberFormat, streams: Sequence[bytes]) -> None:
+    def __init__(self, model: CellModel, fmt: NumberFormat, streams: Sequence[bytes | memoryview]) -> None:
         self._model, self._fmt, self._streams = model, fmt, list(streams)
         self._at = 0
         self._coders: list[entropy.Decoder] = []

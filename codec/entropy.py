@@ -59,7 +59,7 @@ class Encoder:
 class Decoder:
     """Reads stages in the order in which the encoder was given them."""
 
-    def __init__(self, stream: bytes) -> None:
+    def __init__(self, stream: bytes | memoryview) -> None:
         if len(stream) % 4:
             raise CorruptBlob(
                 f"A bitstream of {len(stream)} bytes is not a whole number of 32-bit words; the blob is corrupt."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from codec import blob as blobs
+from codec import exact
 from codec.chunk import ChunkIdentity, DecodeTask, check_blob, check_pair, checked_layer
 from codec.errors import BlobError, ChunkFailed
 from codec.loop import Next, follow
@@ -22,6 +23,7 @@ from codec.predictor.base import begins
 from codec.profile import Profile
 
 Pair = tuple[Tensor, Tensor]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def decode_prefixes(
     run = predictor.run([t.state for t in tasks], [t.token_ids for t in tasks], after=after, keep=keep)
     last = predictor.config.layers - 1
     for layer in range(last + 1):
-        found, steps = _layer(run, layer, parts, len(tasks))
+        found, steps = _layer(run, layer, parts, [len(t.token_ids) for t in tasks])
         if layer < last:
             follow(run, layer, steps)
         elif keep:
@@ -72,17 +74,13 @@ def decode_prefixes(
         del found  # nor does the next layer need this one
 
 
-def _layer(run: Run, layer: int, parts: Sequence[_Chunk], tasks: int) -> tuple[list[Pair], list[Next]]:
-    """A layer of every task, and how the predictor goes on with it."""
+def _layer(run: Run, layer: int, parts: Sequence[_Chunk], lengths: Sequence[int]) -> tuple[list[Pair], list[Next]]:
+    """A layer of every task, of so many tokens each, and how the predictor goes on with it."""
     guesses, turns = run.guess(layer), run.turns()
-    found: list[list[Pair]] = [[] for _ in range(tasks)]
-    steps: list[list[Next]] = [[] for _ in range(tasks)]
+    found = [_Joined(tokens) for tokens in lengths]
     for part in parts:
-        values, step = part.decode(layer, guesses[part.task], turns[part.task])
-        found[part.task].append(values)
-        steps[part.task].append(step)
-    pairs = [_cat([k for k, _ in pairs], [v for _, v in pairs]) for pairs in found]
-    return pairs, [_joined(s) for s in steps]
+        part.decode(layer, guesses[part.task], turns[part.task], found[part.task])
+    return [joined.values for joined in found], [joined.next for joined in found]
 
 
 class _Chunk:
@@ -105,13 +103,13 @@ class _Chunk:
         try:
             given = DecodeTask(place, task.token_ids[self._span], task.blobs[chunk], task.identities[chunk])
             self._header = check_blob(predictor, profile, given)
-            streams = blobs.streams(given.blob, self._header)
+            streams = blobs.streams(memoryview(given.blob), self._header)
             self._reader = profile.coder.reader(streams, *profile.sizes(self._header.tokens))
         except BlobError as error:
             raise ChunkFailed(str(error), self.task, self._chunk) from error
 
-    def decode(self, layer: int, guess: Pair, turn: Pair) -> tuple[Pair, Next]:
-        """Its K and V of a layer, and how the predictor goes on."""
+    def decode(self, layer: int, guess: Pair, turn: Pair, joined: _Joined) -> None:
+        """Put its K and V of a layer, and how the predictor goes on, where those of all chunks are."""
         own_guess = guess[0][:, self._span], guess[1][:, self._span]
         own_turn = turn[0][self._span], turn[1][self._span]
         try:
@@ -123,21 +121,41 @@ class _Chunk:
         except BlobError as error:
             raise ChunkFailed(str(error), self.task, self._chunk) from error
         self._carry = part.next.carry
-        return values, part.next
+        joined.put(self._span, values, part.next)
 
 
-def _joined(steps: Sequence[Next]) -> Next:
-    """What the predictor goes on with over the tokens of all chunks."""
-    corrections = [step.correction for step in steps if step.correction is not None]
-    attend = _cat([step.attend[0] for step in steps], [step.attend[1] for step in steps])
-    return Next(attend, torch.cat(corrections) if corrections else None)
+class _Joined:
+    """What the chunks of a task say of a layer, side by side: each is copied as it comes and let go, so that none is held twice."""
 
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._parts: dict[str, Tensor] = {}
 
-def _cat(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Pair:
-    """Along the tokens; by bits where the dtype has no concatenation of its own."""
-    if len(keys) == 1:
-        return keys[0], values[0]
-    dtype = keys[0].dtype
-    if dtype.itemsize == 1:
-        return tuple(torch.cat([t.view(torch.uint8) for t in part], 1).view(dtype) for part in (keys, values))  # type: ignore[return-value]
-    return torch.cat(list(keys), 1), torch.cat(list(values), 1)
+    def put(self, span: slice, values: Pair, step: Next) -> None:
+        """Of the tokens of a chunk."""
+        for name, part in zip(("k", "v", "attend_k", "attend_v"), (*values, *step.attend), strict=True):
+            self._put(name, span, part, 1)
+        if step.correction is not None:
+            self._put("correction", span, step.correction, 0)
+
+    @property
+    def values(self) -> Pair:
+        """K and V of all chunks."""
+        return self._parts["k"], self._parts["v"]
+
+    @property
+    def next(self) -> Next:
+        """What the predictor goes on with over the tokens of all chunks."""
+        return Next((self._parts["attend_k"], self._parts["attend_v"]), self._parts.get("correction"))
+
+    def _put(self, name: str, span: slice, part: Tensor, dim: int) -> None:
+        if part.shape[dim] == self._tokens:  # one chunk is all
+            self._parts[name] = part
+            return
+        kind = _BITS[part.dtype.itemsize]  # some dtypes can do nothing but be looked at as others
+        if name not in self._parts:
+            shape = list(part.shape)
+            shape[dim] = self._tokens
+            self._parts[name] = exact.empty(shape, kind, part.device).view(part.dtype)
+        whole = self._parts[name].view(kind)
+        whole.narrow(dim, span.start, span.stop - span.start).copy_(part.view(kind))

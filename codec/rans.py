@@ -142,14 +142,16 @@ class Encoder:
 class Decoder:
     """The states and words of a stream, to be read by compiled loops: `states` and `at` change as symbols are decoded."""
 
-    def __init__(self, stream: bytes, lanes: int) -> None:
+    def __init__(self, stream: bytes | memoryview, lanes: int) -> None:
         if len(stream) % 4 or len(stream) < 8 * lanes:
             raise CorruptBlob(
                 f"A bitstream of {len(stream)} bytes cannot be one of {lanes} states and 32-bit words; the blob is corrupt."
             )
         self.states: States = np.frombuffer(stream, "<u8", lanes).astype(np.uint64)
         # one zero more: it is read where there is no word any more
-        self.words: Words = np.frombuffer(stream + bytes(4), "<u4", offset=8 * lanes).astype(np.uint32, copy=False)
+        self.words: Words = np.frombuffer(b"".join((stream, bytes(4))), "<u4", offset=8 * lanes).astype(
+            np.uint32, copy=False
+        )
         self.at = np.zeros(1, np.int64)  # the next word
         self.steps = np.empty(lanes)  # scratch of the loops that read
         if bool((self.states < LOW).any()) or bool((self.states >= 1 << 63).any()):

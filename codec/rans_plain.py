@@ -113,7 +113,7 @@ def _within(coded: int, n: int, inside: bool, grid: int, fmt: NumberFormat, tabl
 class Decoder:
     """As `rans.Decoder`, but it reads rows itself."""
 
-    def __init__(self, stream: bytes, lanes: int) -> None:
+    def __init__(self, stream: bytes | memoryview, lanes: int) -> None:
         if len(stream) % 4 or len(stream) < 8 * lanes:
             raise CorruptBlob(
                 f"A bitstream of {len(stream)} bytes cannot be one of {lanes} states; the blob is corrupt."

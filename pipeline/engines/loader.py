@@ -1,7 +1,8 @@
 """Stored prefixes decoded into an engine's pages, and pages copied into files: the side of an engine that computes.
 
-Decoding takes longer than a step of the engine, so it is done in a thread while the engine serves others. The engine uses a
-request's blocks only when all of them were reported as loaded, so half a prefix is never seen.
+Decoding takes longer than a step of the engine, so it is done in a thread while the engine serves others, and begins with the first
+blobs while later ones are on their way. The engine uses a request's blocks only when all of them were reported as loaded, so half a
+prefix is never seen.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from codec.errors import ChunkFailed, DataError, KVCodecError
+from codec.errors import DataError, KVCodecError, StorageError
 from codec.formats import number_format
 from codec.scales import CacheScales
 from pipeline.engines.lookup import Load, Save
 from pipeline.engines.pages import PageLayout
 from pipeline.engines.spool import Spool, SpooledCache
-from pipeline.restoration.restorer import Restoration, Workshop
+from pipeline.restoration.arriving import ArrivingPrefix, Part
+from pipeline.restoration.prefix import Decoder
+from pipeline.restoration.restorer import Workshop
 from pipeline.secrets import without_secrets
 
 log = logging.getLogger("kv_store")
@@ -62,9 +65,9 @@ class PagedCache:
         pairs = [layer.layout.take(layer.cache, blocks, 0, tokens, dtype) for layer in self.layers]
         return SpooledCache(torch.from_numpy(save.ids.copy()), pairs, self.format.name, self.scales)
 
-    def check(self, restored: Restoration) -> None:
-        """Raise DataError where a stored cache is not one that the engine can go on with."""
-        shape, scales = restored.decoder.predictor.config, restored.scales
+    def check(self, decoder: Decoder) -> None:
+        """Raise DataError where a stored cache that this decodes is not one that the engine can go on with."""
+        shape, scales = decoder.predictor.config, decoder.profile.scales
         wanted = (shape.layers, shape.kv_heads, shape.head_dim)
         if wanted != self.shape:
             raise DataError(f"the stored cache has {wanted} layers, heads and values, the engine's {self.shape}")
@@ -109,34 +112,39 @@ class Loader:
         return found
 
     def fill(self, load: Load) -> int:
-        """Decode into the pages; how many tokens from the prompt's first one on are right, at most load.end."""
+        """Decode into the pages while blobs arrive; how many tokens from the prompt's first one on are right, at most load.end."""
+        right, reasons = load.first, list[str]()
         try:
-            restored = self._workshop.open(load.ids, [load.match])
-            while restored.tokens > load.first:
-                self._cache.check(restored)
-                try:
-                    return self._write(load, restored)
-                except ChunkFailed:
-                    continue  # it is shorter now
-            reason = "; ".join(restored.notes)
+            decoder = self._workshop.decoder(load.match.generation)
+            self._cache.check(decoder)
+            with (
+                torch.inference_mode(),
+                ArrivingPrefix(self._workshop.store, load.match, decoder, load.ids) as arriving,
+            ):
+                while load.first < arriving.reach and arriving.tokens < arriving.reach:
+                    try:
+                        for part in arriving.parts():
+                            self._put(load, part)
+                    except (DataError, StorageError) as error:  # it is shorter now
+                        reasons.append(str(error))
+                right = min(max(load.first, arriving.tokens), load.end)
         except KVCodecError as error:
-            reason = str(error)
+            reasons.append(str(error))
         except Exception as error:  # the engine must hear of it and compute by itself, whatever it was
-            reason = without_secrets(f"{type(error).__name__}: {error}")
-        log.error("a stored prefix of %d tokens cannot be restored: %s", load.end, reason)
-        return load.first
+            reasons.append(without_secrets(f"{type(error).__name__}: {error}"))
+        if right < load.end:
+            said = "; ".join(reasons)
+            log.error("a stored prefix of %d tokens cannot be restored beyond its first %d: %s", load.end, right, said)
+        if right > load.first:
+            log.info("restored tokens %d to %d of a prompt from the store", load.first, right)
+        return right
 
-    def _write(self, load: Load, restored: Restoration) -> int:
-        end = min(load.end, restored.tokens)
-        with torch.inference_mode():
-            for number, (key, value) in restored.layers():
-                layer = self._cache.layers[number]
-                pair = key[:, load.first : end], value[:, load.first : end]
-                layer.layout.put(layer.cache, load.blocks, load.first, pair)
-        if end < load.end:
-            log.error("a stored prefix has %d tokens and not %d: %s", end, load.end, "; ".join(restored.notes))
-        log.info("restored tokens %d to %d of a prompt from the store", load.first, end)
-        return end
+    def _put(self, load: Load, part: Part) -> None:
+        """Write what the request asks for of a part into its pages."""
+        first = max(load.first, part.first_token)
+        wanted = slice(first - part.first_token, max(0, load.end - part.first_token))
+        layer, (key, value) = self._cache.layers[part.layer], part.pair
+        layer.layout.put(layer.cache, load.blocks, first, (key[:, wanted], value[:, wanted]))
 
     def save(self, save: Save) -> None:
         """Copy a prompt's pages now, and write them into the spool in a thread."""
