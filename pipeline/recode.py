@@ -18,13 +18,19 @@ from pipeline.options import CODERS, Options
 from pipeline.paths import predictor_path
 from pipeline.plan import Admitted, Prompt
 from pipeline.prepare import Prepared
+from pipeline.quota import Allowance
 from pipeline.replaced import Replaced
 from pipeline.store import Store
 from pipeline.work import Decoded, Job, load_predictor, load_profile, put_profile
 
 
 def prepare_recode(
-    job: Job, old: Sequence[Generation], options: Options, model: ModelSource | None, left: set[bytes]
+    job: Job,
+    old: Sequence[Generation],
+    options: Options,
+    model: ModelSource | None,
+    left: set[bytes],
+    allowance: Allowance,
 ) -> Iterator[Prepared]:
     """What is to be run, one after another: a run a generation and chunk size; each sees what those before it have stored.
 
@@ -56,6 +62,7 @@ def prepare_recode(
                     "",
                     memory,
                     True,
+                    allowance,
                     (note,) if others else (),
                     admitted=Admitted(prompts, [], 0),
                     whole=True,
