@@ -41,6 +41,13 @@ class Allowance:
             )
         return self._limit - held
 
+    def charge(self, store: Store, path: str, size: int) -> None:
+        """As `Quota.charge`, for what is written before there are actors. Raises UserError as `room`, StoreFull."""
+        room = self.room()
+        if room is not None and self._limit is not None and self._charged is not None:
+            Quota(limit=self._limit).check(store, path, room - size)
+            self._charged += size
+
     def quota(self) -> Quota:
         """For the actors of one run. Needs Ray. They do not tell what they write, so whoever asks later is told of a new listing."""
         room = self.room()

@@ -219,7 +219,7 @@ class _Recode:
     def __init__(self, store: Store, old: Replaced, wanted: Options, model: ModelSource | None) -> None:
         self._store, self._old, self._wanted, self._model = store, old, wanted, model
         self._allowance = Allowance(store, wanted.max_store_bytes)
-        self.job = recode_job(store, old, wanted, model)
+        self.job = recode_job(store, old, wanted, model, self._allowance)
 
     def unchanged(self, rung_given: bool) -> bool:
         """Whether the rung is the one in use, and there is no other generation beside it."""

@@ -13,9 +13,11 @@ from pipeline.actors import EncodeActor
 from pipeline.audit import audit
 from pipeline.calibration import Calibrator, choose_sample
 from pipeline.options import Options, parse_bytes
-from pipeline.paths import predictor_path
+from pipeline.paths import predictor_path, profile_path
 from pipeline.prepare import prepare
 from pipeline.quota import Allowance, Budget, Quota, store_bytes
+from pipeline.recode import recode_job
+from pipeline.replaced import find_replaced
 from pipeline.store import Store, StoreFull
 from tests.made_store import CHUNK, DEVICE, make, options_of, tokenise
 
@@ -122,6 +124,23 @@ def test_calibration_stops_at_the_limit_too(tiny_model: Path, tmp_path: Path) ->
     left = enough.take(0)
     assert left == 10**6 - store.size(predictor_path(predictor))
     assert actor.build(actor.ranges(samples), samples) == predictor and enough.take(0) == left  # it was there
+
+
+def test_the_profile_of_another_coder_is_charged_too(tiny_model: Path, tmp_path: Path) -> None:
+    made = make(options_of(tiny_model, tmp_path))
+    store, coder = made.store, "constriction-ans24/0.5"
+    old, options = find_replaced(store, None, None, None), options_of(tiny_model, tmp_path, coder=coder)
+    held, before = store_bytes(store), set(store.list())
+    with pytest.raises(StoreFull, match=r"profiles/.* was not written: .* would pass --max-store-bytes"):
+        recode_job(store, old, options, None, Allowance(store, str(held + 100)))
+    with pytest.raises(UserError, match=r"free space with jobs/gc\.py"):
+        recode_job(store, old, options, None, Allowance(store, str(held)))
+    assert set(store.list()) == before
+    allowance = Allowance(store, str(held + 10**6))
+    job = recode_job(store, old, options, None, allowance)
+    size = store.size(profile_path(job.profile))
+    assert job.profile != made.job.profile and allowance.room() == 10**6 - size
+    assert recode_job(store, old, options, None, Allowance(store, "1")) == job  # it is there, so nothing is written
 
 
 def test_a_full_store_is_refused_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
