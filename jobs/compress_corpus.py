@@ -67,16 +67,16 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, run the job, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; what is stored is complete, run the job again to go on"
-    return run_job(parser(), arguments, compress, interrupted=stopped)
+    return run_job(parser(), arguments, "compress", compress, interrupted=stopped)
 
 
-def compress(given: Given) -> int:
+def compress(given: Given, notes: Notes) -> int:
     """Check the options and run the job."""
     options = Options(**given.without("log_json"))
     options.check()  # before the import below, which takes seconds
     from pipeline.run import Consoles, run
 
-    return run(options, Consoles(notes=Notes(given, "compress"), result=Console()))
+    return run(options, Consoles(notes=notes, result=Console()))
 
 
 if __name__ == "__main__":

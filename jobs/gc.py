@@ -25,7 +25,6 @@ from rich.console import Console
 from codec.errors import UserError
 from jobs.arguments import GRACE, add_log, add_store, seconds
 from jobs.exits import run_job
-from jobs.notes import Notes
 
 if TYPE_CHECKING:
     from pipeline.store import Store
@@ -50,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, do it, and turn errors into one sentence and an exit status."""
-    return run_job(parser(), arguments, lambda given: work(given.namespace, Notes(given, "gc")))
+    return run_job(parser(), arguments, "gc", lambda given, notes: work(given.namespace, notes))
 
 
 def work(given: argparse.Namespace, notes: Console) -> int:

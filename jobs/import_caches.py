@@ -19,7 +19,6 @@ from rich.console import Console
 
 from jobs.arguments import add_log, device
 from jobs.exits import run_job
-from jobs.notes import Notes
 from pipeline.options import DEFAULT_PREDICTOR, PREDICTORS, Options
 
 
@@ -51,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Read the options, store the caches, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; what is stored is complete, run the job again to go on"
     return run_job(
-        parser(), arguments, lambda given: store(given.namespace, Notes(given, "import")), interrupted=stopped
+        parser(), arguments, "import", lambda given, notes: store(given.namespace, notes), interrupted=stopped
     )
 
 

@@ -16,8 +16,8 @@ from pipeline.secrets import without_secrets
 class Notes(Console):
     """A console that begins with the job's options, so that a request which is refused at once is answered by one sentence alone.
 
-    As JSON, a line is an object with time, job, store, model and message, and prompt where the message is about one. Messages name
-    prompts by their ids and never quote them.
+    As JSON, a line is an object with time, job, store, model and message, prompt where the message is about one, and level "error" where
+    the job ends with it. Messages name prompts by their ids and never quote them.
     """
 
     def __init__(self, given: Given, job: str) -> None:
@@ -39,6 +39,16 @@ class Notes(Console):
         if not self._json:
             super().print(message, markup=False, highlight=False, soft_wrap=True)
             return
+        self._line(message, **fields)
+
+    def error(self, message: str) -> None:
+        """What the job ends with. The options are not shown for it: a request that is refused at once is answered by it alone."""
+        if self._json:
+            self._line(message, level="error")
+        else:
+            print_error(message)
+
+    def _line(self, message: str, **fields: Any) -> None:
         about = {
             name: without_secrets(str(self._given.values[name]))
             for name in ("store", "model")
@@ -53,6 +63,11 @@ class Notes(Console):
             return
         self._begun = True
         if self._json:
-            self.event("begun", **{"options": self._given.plain()})  # type: ignore[arg-type]
+            self._line("begun", options=self._given.plain())
         else:
             self._given.show(self)
+
+
+def print_error(message: str) -> None:
+    """An error on standard error, for people: one line, as it is."""
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"error: {message}")

@@ -24,7 +24,6 @@ from rich.console import Console
 
 from jobs.arguments import add_log, bandwidth
 from jobs.exits import run_job
-from jobs.notes import Notes
 from pipeline.economics import BY, PREFILL, Case, Terms, best, break_even, weigh
 from pipeline.options import PREDICTORS
 
@@ -59,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, measure, and turn errors into one sentence and an exit status."""
-    return run_job(parser(), arguments, lambda given: plan(given.namespace, Notes(given, "plan")))
+    return run_job(parser(), arguments, "plan", lambda given, notes: plan(given.namespace, notes))
 
 
 def plan(given: argparse.Namespace, notes: Console) -> int:

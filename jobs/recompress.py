@@ -77,17 +77,17 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, run the job, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; readers have what they had before, run the job again to go on"
-    return run_job(parser(), arguments, work, interrupted=stopped)
+    return run_job(parser(), arguments, "recompress", work, interrupted=stopped)
 
 
-def work(given: Given) -> int:
+def work(given: Given, notes: Notes) -> int:
     """Run the job."""
     from pipeline.recompress import RecompressOptions, recompress  # takes seconds
     from pipeline.run import Consoles
 
     values = given.without("log_json")
     options = RecompressOptions(**(values | {"salt_env": tuple(values["salt_env"])}))
-    return recompress(options, Consoles(notes=Notes(given, "recompress"), result=Console()))
+    return recompress(options, Consoles(notes=notes, result=Console()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from rich.console import Console
 
 from jobs.arguments import add_log, add_store
 from jobs.exits import run_job
-from jobs.notes import Notes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, write the page, and turn errors into one sentence and an exit status."""
-    return run_job(parser(), arguments, lambda given: write(given.namespace, Notes(given, "report")))
+    return run_job(parser(), arguments, "report", lambda given, notes: write(given.namespace, notes))
 
 
 def write(given: argparse.Namespace, notes: Console) -> int:

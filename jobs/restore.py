@@ -71,14 +71,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, run the job, and turn errors into one sentence and an exit status."""
     stopped = "interrupted; files that were written are whole, run the job again to go on"
-    return run_job(parser(), arguments, restore, interrupted=stopped)
+    return run_job(parser(), arguments, "restore", restore, interrupted=stopped)
 
 
-def restore(given: Given) -> int:
+def restore(given: Given, notes: Notes) -> int:
     """Check the options and run the job."""
     from pipeline.restoration.job import RestoreOptions, run  # takes seconds
 
-    return run(RestoreOptions(**given.without("log_json")), Notes(given, "restore"), Console())
+    return run(RestoreOptions(**given.without("log_json")), notes, Console())
 
 
 if __name__ == "__main__":

@@ -75,10 +75,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, serve, and turn errors into one sentence and an exit status."""
-    return run_job(parser(), arguments, serve)
+    return run_job(parser(), arguments, "serve", serve)
 
 
-def serve(given: Given) -> int:
+def serve(given: Given, notes: Notes) -> int:
     """Serve until a signal comes."""
     try:
         from pipeline.restoration.serving import ServeOptions, served  # takes seconds
@@ -86,7 +86,6 @@ def serve(given: Given) -> int:
         raise UserError(f"serving needs Ray Serve ({error}); install ray[serve]") from error
 
     ended = threading.Event()
-    notes = Notes(given, "serve")
     with served(ServeOptions(**given.without("log_json"))) as address:
         for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own, which abort
             signal.signal(number, lambda *_: ended.set())

@@ -68,11 +68,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Read the options, verify, and turn errors into one sentence and an exit status."""
 
-    def run(given: Given) -> int:
-        notes = Notes(given, "verify")
+    def run(given: Given, notes: Notes) -> int:
         return keep_watch(given.namespace) if given.namespace.watch else verify(given.namespace, notes)
 
-    return run_job(parser(), arguments, run)
+    return run_job(parser(), arguments, "verify", run)
 
 
 def verify(given: argparse.Namespace, notes: Console) -> int:

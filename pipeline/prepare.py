@@ -10,10 +10,10 @@ from pipeline.cache_scales import find_scales
 from pipeline.choice import choose
 from pipeline.corpus import list_corpus
 from pipeline.model_source import hf_config, load_config, resolve_cache_format, resolve_model, weight_files
-from pipeline.options import Options, Verify, parse_bytes, scale_mode
+from pipeline.options import Options, Verify, scale_mode
 from pipeline.paths import MARKER
 from pipeline.plan import Admitted
-from pipeline.quota import room
+from pipeline.quota import Allowance
 from pipeline.retell import Retelling
 from pipeline.store import Store
 from pipeline.target import check_cache, kv_shape
@@ -32,6 +32,7 @@ class Prepared:
     rope: str
     weight_bytes: int
     stored: bool  # whether there is a store yet
+    allowance: Allowance  # what may be added to it
     notes: tuple[str, ...] = ()  # what the user should know before the job begins
     retelling: Retelling | None = None  # where prompts come from that are in no corpus
     admitted: Admitted | None = None  # prompts that are known already
@@ -72,8 +73,9 @@ def prepare(options: Options, retelling: Retelling | None = None) -> Prepared:
     stored = not options.dry_run or store.exists(MARKER)
     if stored:
         store = Store.open(options.store, create=not options.dry_run)
-        if options.max_store_bytes is not None and not options.dry_run:
-            room(store, parse_bytes(options.max_store_bytes))
+    allowance = Allowance(store, options.max_store_bytes)
+    if not options.dry_run:
+        allowance.room()
     target = model.fingerprint(cache_format)  # reads all weights, so it comes last
     job = Job(
         store,
@@ -95,4 +97,6 @@ def prepare(options: Options, retelling: Retelling | None = None) -> Prepared:
     elif job.scale_mode and stored:
         job = find_scales(job) or job
     weight_bytes = sum(file.stat().st_size for file in weight_files(model))
-    return Prepared(options, job, config, files, choice.rope_regime, weight_bytes, stored, choice.notes, retelling)
+    return Prepared(
+        options, job, config, files, choice.rope_regime, weight_bytes, stored, allowance, choice.notes, retelling
+    )

@@ -49,10 +49,10 @@ class Pools:
 
 
 @contextmanager
-def connected(actors: int | None) -> Iterator[Cluster]:
+def connected(actors: int | None, flag: str = "--actors") -> Iterator[Cluster]:
     """Join the cluster of RAY_ADDRESS (set within `ray job submit`), or run Ray in this process' own little cluster.
 
-    What was started here is ended again; a cluster that was joined is only left.
+    What was started here is ended again; a cluster that was joined is only left. flag: where their number was given.
 
     Raises:
         UserError: so many actors are no use on this machine alone.
@@ -63,7 +63,7 @@ def connected(actors: int | None) -> Iterator[Cluster]:
         started_here = not ray.is_initialized()
         embedded = started_here and not os.environ.get("RAY_ADDRESS")
         if embedded:
-            _check_actors(actors or 1)
+            _check_actors(actors or 1, flag)
         if started_here:
             _init(ray, embedded, actors)
     try:
@@ -101,12 +101,12 @@ def _without_ray_noise() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _check_actors(actors: int) -> None:
+def _check_actors(actors: int, flag: str) -> None:
     """Raise UserError for more actors than the processors of this machine could ever serve."""
     most = max(FEW_ACTORS, ACTORS_A_CORE * available_cores())
     if actors > most:
         raise UserError(
-            f"{actors} actors are too many for the {available_cores()} processors of this machine; ask for {most} at most, or "
+            f"{flag} {actors} is too many for the {available_cores()} processors of this machine; ask for {most} at most, or "
             "name a cluster in RAY_ADDRESS"
         )
 

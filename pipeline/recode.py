@@ -18,13 +18,19 @@ from pipeline.options import CODERS, Options
 from pipeline.paths import predictor_path
 from pipeline.plan import Admitted, Prompt
 from pipeline.prepare import Prepared
+from pipeline.quota import Allowance
 from pipeline.replaced import Replaced
 from pipeline.store import Store
 from pipeline.work import Decoded, Job, load_predictor, load_profile, put_profile
 
 
 def prepare_recode(
-    job: Job, old: Sequence[Generation], options: Options, model: ModelSource | None, left: set[bytes]
+    job: Job,
+    old: Sequence[Generation],
+    options: Options,
+    model: ModelSource | None,
+    left: set[bytes],
+    allowance: Allowance,
 ) -> Iterator[Prepared]:
     """What is to be run, one after another: a run a generation and chunk size; each sees what those before it have stored.
 
@@ -56,14 +62,15 @@ def prepare_recode(
                     "",
                     memory,
                     True,
+                    allowance,
                     (note,) if others else (),
                     admitted=Admitted(prompts, [], 0),
                     whole=True,
                 )
 
 
-def recode_job(store: Store, old: Replaced, options: Options, model: ModelSource | None) -> Job:
-    """The job, with its profile if there is one. Raises UserError."""
+def recode_job(store: Store, old: Replaced, options: Options, model: ModelSource | None, allowance: Allowance) -> Job:
+    """The job, with its profile if there is one. Raises UserError, and StoreFull where a new profile has no room."""
     profile = load_profile(store, old.generations[0].profile, target=old.target, cache_format=old.cache_format)
     job = Job(
         store,
@@ -90,18 +97,18 @@ def recode_job(store: Store, old: Replaced, options: Options, model: ModelSource
     for coder in CODERS:
         other = find_profile(replace(job, coder=coder))
         if other is not None:
-            return _with_coder(other, job.coder)
+            return _with_coder(other, job.coder, allowance)
     raise UserError(
         f"the store has no calibration of --predictor {job.predictor_kind} --loop {job.loop} for the target {old.target.hex()[:16]}; "
         "pass --model with the target's files to make one, or compress a prompt with that rung first"
     )
 
 
-def _with_coder(job: Job, coder: str) -> Job:
+def _with_coder(job: Job, coder: str, allowance: Allowance) -> Job:
     """The job under the same calibration for another coder. A dry run, too, puts the profile there: it is small, and used by nothing."""
     profile = load_profile(job.store, job.profile, target=job.target, cache_format=job.cache_format)
     made = codec.with_coder(load_predictor(job.store, job.predictor, "cpu"), profile, coder)
-    return offer_profile(replace(job, coder=coder), put_profile(job.store, made))
+    return offer_profile(replace(job, coder=coder), put_profile(job.store, made, allowance.charge))
 
 
 def read_again(store: Store, gen: Generation) -> Generation:

@@ -21,6 +21,7 @@ from pipeline.model_source import ModelSource, resolve_model
 from pipeline.options import DEFAULT_FP8_SCALE, FP8_FORMATS, Options
 from pipeline.paths import index_prefix
 from pipeline.prepare import prepare
+from pipeline.quota import Allowance
 from pipeline.recode import check_same_bits, prepare_recode, read_again, recode_job
 from pipeline.recording import Ran, recorded
 from pipeline.replaced import Replaced, find_replaced
@@ -217,7 +218,8 @@ class _Recode:
 
     def __init__(self, store: Store, old: Replaced, wanted: Options, model: ModelSource | None) -> None:
         self._store, self._old, self._wanted, self._model = store, old, wanted, model
-        self.job = recode_job(store, old, wanted, model)
+        self._allowance = Allowance(store, wanted.max_store_bytes)
+        self.job = recode_job(store, old, wanted, model, self._allowance)
 
     def unchanged(self, rung_given: bool) -> bool:
         """Whether the rung is the one in use, and there is no other generation beside it."""
@@ -229,7 +231,7 @@ class _Recode:
         total = Ran(0, self.job, {})
         while True:
             left: set[bytes] = set()
-            for prepared in prepare_recode(self.job, others, self._wanted, self._model, left):
+            for prepared in prepare_recode(self.job, others, self._wanted, self._model, left, self._allowance):
                 total = total.plus(carry_out(prepared, consoles, before_encode))
                 if total.status:
                     return total

@@ -35,7 +35,7 @@ from pipeline.plan import Admitted, Plan, Prompt, admit, make_plan
 from pipeline.prepare import Prepared, prepare
 from pipeline.progress import Counts, Display, ProgressBoard, Reporter
 from pipeline.prompts import Rekey, Tokenise, Tokenising, split_rows, with_keys, work_items
-from pipeline.quota import Quota, make_quota
+from pipeline.quota import Quota
 from pipeline.ray_runtime import Cluster, Pools
 from pipeline.recording import Ran, recorded
 from pipeline.report import Outcome, say
@@ -130,14 +130,14 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles, before_encode
         return Ran(_dry_run(prepared, plan, before, pools, device, consoles), job, {})
     results: list[GroupResult] = []
     if plan.groups:
+        quota = prepared.allowance.quota()
         if found is not None:
             before_encode(job)
         else:
-            job = _calibrate(prepared, sources, pools, device, consoles)
+            job = _calibrate(prepared, sources, quota, pools, device, consoles)
             # The profile may be another job's, which may have stored chunks of this corpus meanwhile.
             before_encode(job)
             before, plan = _plan(job, admitted.prompts)
-        quota = make_quota(job.store, options.max_store_bytes)
         results, before, plan = computed(
             job,
             (before, plan),
@@ -292,7 +292,9 @@ def _slots(cluster: Cluster) -> int:
     return max(1, min(free, cluster.cores or free))
 
 
-def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: str, consoles: Consoles) -> Job:
+def _calibrate(
+    prepared: Prepared, sources: _Calibration, quota: Quota, pools: Pools, device: str, consoles: Consoles
+) -> Job:
     samples = sources.samples
     measured = sum(len(sample.measured) for sample in samples)
     say(consoles.notes, f"calibrating on {measured:,} chunks of {len(samples):,} prompts (once for this model)")
@@ -304,7 +306,7 @@ def _calibrate(prepared: Prepared, sources: _Calibration, pools: Pools, device: 
         cpus=pools.encode_cpus,
         gpus=pools.encode_gpus,
         device=_device(device, pools.encode_gpus, pools.encode_cpus),
-        quota=make_quota(prepared.job.store, prepared.options.max_store_bytes),
+        quota=quota,
     )
     size = job.store.size(profile_path(job.profile))
     say(consoles.notes, f"calibrated in {report.duration(time.monotonic() - begin)}; the profile has {size:,} bytes")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from codec.errors import UserError
+from codec.errors import DataError, UserError
 from jobs import compress_corpus, gc, import_caches, plan, recompress, report, restore, serve, verify
 from jobs.configuration import Given, read_options
+from jobs.exits import run_job
 from jobs.notes import Notes
 from pipeline.report import say
 
@@ -147,3 +148,52 @@ def test_notes_for_people_begin_with_the_options(capsys: pytest.CaptureFixture[s
     say(notes, "encoded")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split() == ["model", "M", "(flag)"] and lines[-2:] == ["tokenised", "encoded"]
+
+
+@pytest.mark.parametrize("given", ["flag", "environment", "config"])
+def test_an_error_is_the_last_line_and_json_wherever_that_was_asked_for(
+    given: str, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, words = str(config.parent / "store"), ["--log-json"]
+    if given == "environment":
+        monkeypatch.setenv("KV_JOB_LOG_JSON", "true")
+        words = []
+    elif given == "config":
+        config.write_text("log-json: true\n")
+        words = ["--config", str(config)]
+    assert gc.main(["--store", store, *words]) == 2
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert line.keys() == {"time", "job", "store", "level", "message"}
+    assert (line["job"], line["store"], line["level"]) == ("gc", store, "error")
+    assert store in line["message"] and not line["message"].startswith("error")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (UserError("no s3://me:hush@bucket"), 2, "no s3://bucket"),
+        (DataError("two\nlines"), 1, "two lines"),
+        (ValueError("hush [b]"), 1, "unexpected ValueError: *** [b] (run again with --debug for the traceback)"),
+        (KeyboardInterrupt(), 130, "stopped"),
+    ],
+)
+@pytest.mark.parametrize("log", [[], ["--log-json"]])
+def test_all_that_ends_a_job_is_said_without_secrets(
+    log: list[str], error: BaseException, status: int, message: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def work(given: Given, notes: Notes) -> int:
+        notes.event("at work")
+        raise error
+
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    words = ["--model", "M", "--corpus", "C", "--store", "s3://me:hush@bucket", *log]
+    assert run_job(compress_corpus.parser(), words, "compress", work, interrupted="stopped") == status
+    text = capsys.readouterr().err
+    if log:
+        *_, before, last = map(json.loads, text.splitlines())
+        assert (last["level"], last["message"], last["model"]) == ("error", message, "M") and "level" not in before
+        assert last.keys() == before.keys() | {"level"}
+    else:
+        assert text.splitlines()[-2:] == ["at work", f"error: {message}"]
+    assert "hush" not in text

@@ -225,7 +225,7 @@ def test_two_cores_are_shared_by_one_encoder_and_one_verifier() -> None:
 
 
 def test_more_actors_than_a_machine_serves_are_refused_before_ray_starts() -> None:
-    with pytest.raises(UserError, match="100000 actors are too many for the"), connected(100_000):
+    with pytest.raises(UserError, match="--actors 100000 is too many for the"), connected(100_000):
         pass
 
 

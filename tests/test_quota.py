@@ -13,9 +13,11 @@ from pipeline.actors import EncodeActor
 from pipeline.audit import audit
 from pipeline.calibration import Calibrator, choose_sample
 from pipeline.options import Options, parse_bytes
-from pipeline.paths import predictor_path
+from pipeline.paths import predictor_path, profile_path
 from pipeline.prepare import prepare
-from pipeline.quota import Budget, Quota, room, store_bytes
+from pipeline.quota import Allowance, Budget, Quota, store_bytes
+from pipeline.recode import recode_job
+from pipeline.replaced import find_replaced
 from pipeline.store import Store, StoreFull
 from tests.made_store import CHUNK, DEVICE, make, options_of, tokenise
 
@@ -43,9 +45,30 @@ def test_room_is_what_the_listing_leaves(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     store.put_new("a", bytes(500))
     held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert store_bytes(store) == held and room(store, held + 7) == 7
+    assert store_bytes(store) == held and Allowance(store, str(held + 7)).room() == 7
+    assert Allowance(store, None).room() is None
     with pytest.raises(UserError, match=f"holds {held} bytes and --max-store-bytes allows {held};"):
-        room(store, held)
+        Allowance(store, str(held)).room()
+
+
+def test_a_store_is_listed_once_and_what_is_written_uncharged_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, listed, entries = Store.open(str(tmp_path)), [], Store.entries
+    monkeypatch.setattr(Store, "entries", lambda self, folder="": listed.append(folder) or entries(self, folder))
+    for path in ("prompts/p0", "scales/s0", "blobs/b0"):
+        store.put_new(path, bytes(50))
+    allowance = Allowance(store, "10000")
+    room = allowance.room()
+    assert room == 10_000 - store_bytes(store) and allowance.room() == room
+    store.put_new("prompts/p1", bytes(100))
+    store.put_new("scales/s1", bytes(20))
+    store.put_new("blobs/b1", bytes(3000))  # another job's, as far as this run knows
+    assert allowance.room() == room - 120
+    assert listed.count("") == 2  # one of them above
+    store.put_new("prompts/p2", bytes(10_000))
+    with pytest.raises(UserError, match="--max-store-bytes allows 10,000"):
+        allowance.room()
 
 
 class LocalQuota(Quota):
@@ -63,7 +86,9 @@ class LimitedActor(EncodeActor):
 
     def _loaded(self):  # type: ignore[no-untyped-def]
         if self._quota.budget is None:
-            self._quota = LocalQuota(Budget(room(self._job.store, LIMIT[0])), LIMIT[0])
+            room = Allowance(self._job.store, str(LIMIT[0])).room()
+            assert room is not None
+            self._quota = LocalQuota(Budget(room), LIMIT[0])
         return super()._loaded()
 
 
@@ -99,6 +124,23 @@ def test_calibration_stops_at_the_limit_too(tiny_model: Path, tmp_path: Path) ->
     left = enough.take(0)
     assert left == 10**6 - store.size(predictor_path(predictor))
     assert actor.build(actor.ranges(samples), samples) == predictor and enough.take(0) == left  # it was there
+
+
+def test_the_profile_of_another_coder_is_charged_too(tiny_model: Path, tmp_path: Path) -> None:
+    made = make(options_of(tiny_model, tmp_path))
+    store, coder = made.store, "constriction-ans24/0.5"
+    old, options = find_replaced(store, None, None, None), options_of(tiny_model, tmp_path, coder=coder)
+    held, before = store_bytes(store), set(store.list())
+    with pytest.raises(StoreFull, match=r"profiles/.* was not written: .* would pass --max-store-bytes"):
+        recode_job(store, old, options, None, Allowance(store, str(held + 100)))
+    with pytest.raises(UserError, match=r"free space with jobs/gc\.py"):
+        recode_job(store, old, options, None, Allowance(store, str(held)))
+    assert set(store.list()) == before
+    allowance = Allowance(store, str(held + 10**6))
+    job = recode_job(store, old, options, None, allowance)
+    size = store.size(profile_path(job.profile))
+    assert job.profile != made.job.profile and allowance.room() == 10**6 - size
+    assert recode_job(store, old, options, None, Allowance(store, "1")) == job  # it is there, so nothing is written
 
 
 def test_a_full_store_is_refused_before_anything_is_loaded(tiny_model: Path, tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def test_what_keeps_it_from_starting_is_one_sentence(tiny_model: Path, tmp_path:
     asked = {"store": kept.store.uri, "model": kept.job.target.hex(), "port": str(free_port)}
     for changed, words in (
         ({"model": "nobody"}, "no name in the index"), ({"store": str(tmp_path / "no")}, "there is no store"),
-        ({"port": "0"}, "--port 0"), ({"token_env": "KV_NOT_SET"}, "KV_NOT_SET"),
+        ({"port": "0"}, "--port 0"), ({"replicas": "0"}, "--replicas 0 must be at least 1"),
+        ({"replicas": "100000"}, "--replicas 100000 is too many for the"), ({"token_env": "KV_NOT_SET"}, "KV_NOT_SET"),
     ):  # fmt: skip
         pairs = [t for name, value in (asked | changed).items() for t in (f"--{name.replace('_', '-')}", value)]
         done = subprocess.run([sys.executable, str(JOB), *pairs], capture_output=True, text=True, timeout=120)

@@ -118,6 +118,27 @@ def test_a_store_is_decoded_by_actors_as_in_one_process(
     assert f"corrupt: {path}: " in said[0] and "7, 7 read, 4 decoded" in said[0] and "2, which follow" in said[0]
 
 
+def test_a_job_that_calibrates_lists_its_store_once_and_stays_below_its_limit(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, entries = [], Store.entries
+    monkeypatch.setattr(Store, "entries", lambda self, folder="": listed.append(folder) or entries(self, folder))
+    options = replace(options_of(tiny_model, tmp_path), verify="none")
+    with pytest.raises(StorageError, match=r"predictors/.* was not written: .* would pass --max-store-bytes 9,000"):
+        work(replace(options, max_store_bytes="9000"))
+    assert listed.count("") == 1
+    store = Store(options.store)
+    assert list(store.list("prompts")) and not list(store.list("predictors")) and store_bytes(store) < 9000
+    listed.clear()
+    assert work(replace(options, max_store_bytes="1GB"))[0] == 0 and listed.count("") == 1
+    # A limit that holds predictor and profile, and some of the chunks: calibration is charged to the quota that encoding goes on with.
+    calibrated = sum(store_bytes(store, folder) for folder in ("predictors", "profiles", "prompts"))
+    limit, other = calibrated + 40_000, replace(options, store=str(tmp_path / "other"))
+    with pytest.raises(StorageError, match=r"\.kv was not written: .* would pass --max-store-bytes"):
+        work(replace(other, max_store_bytes=str(limit)))
+    assert calibrated < store_bytes(Store(other.store)) <= limit
+
+
 def test_a_job_stops_at_its_limit(tiny_model: Path, tmp_path: Path) -> None:
     options = options_of(tiny_model, tmp_path)
     make(replace(options, corpus=options_of(tiny_model, tmp_path, RECORDS[2:]).corpus))

@@ -171,7 +171,7 @@ def served(options: ServeOptions) -> Iterator[str]:
     Restorer(store, target)
     # A busy machine needs more than the default five seconds to start the proxy; it would be ended and started for ever.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    with ray_runtime.connected(options.replicas) as cluster:
+    with ray_runtime.connected(options.replicas, "--replicas") as cluster:
         ray_runtime.check_shared(cluster, store_is_local=store.is_local, shared_fs=options.shared_fs, uri=store.uri)
         device = ray_runtime.choose_device(options.device, cluster)
         cpus = max(1, int(cluster.cpus) - ray_runtime.IO_SLOTS - 1)
