@@ -69,6 +69,24 @@ def prepare_recode(
                 )
 
 
+def of_one_scaling(store: Store, old: Replaced) -> tuple[Replaced, int]:
+    """Without the generations whose FP8 caches have other scales than the one in use, and how many those are.
+
+    Such are other caches: their chunks have other keys, which readers of a profile with these scales never ask for.
+    """
+    found = [
+        scale_bytes(load_profile(store, gen.profile, target=old.target, cache_format=old.cache_format))
+        for gen in old.generations
+    ]
+    kept = [gen for gen, scales in zip(old.generations, found, strict=True) if scales == found[0]]
+    return replace(old, generations=kept), len(found) - len(kept)
+
+
+def scale_bytes(profile: codec.Profile) -> bytes:
+    """What the keys of an FP8 cache depend on besides tokens; empty for any other."""
+    return b"" if profile.scales is None else profile.scales.to_bytes()
+
+
 def recode_job(store: Store, old: Replaced, options: Options, model: ModelSource | None, allowance: Allowance) -> Job:
     """The job, with its profile if there is one. Raises UserError, and StoreFull where a new profile has no room."""
     profile = load_profile(store, old.generations[0].profile, target=old.target, cache_format=old.cache_format)
@@ -84,7 +102,7 @@ def recode_job(store: Store, old: Replaced, options: Options, model: ModelSource
         window=options.window,
         coder=options.coder,
         scale_mode=old.made.scale_mode,
-        scales=b"" if profile.scales is None else profile.scales.to_bytes(),
+        scales=scale_bytes(profile),
     )
     if model is not None and model.fingerprint(old.cache_format) != old.target:
         raise UserError(

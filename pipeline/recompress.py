@@ -22,7 +22,7 @@ from pipeline.options import DEFAULT_FP8_SCALE, FP8_FORMATS, Options
 from pipeline.paths import index_prefix
 from pipeline.prepare import prepare
 from pipeline.quota import Allowance
-from pipeline.recode import check_same_bits, prepare_recode, read_again, recode_job
+from pipeline.recode import check_same_bits, of_one_scaling, prepare_recode, read_again, recode_job
 from pipeline.recording import Ran, recorded
 from pipeline.replaced import Replaced, find_replaced
 from pipeline.report import say
@@ -98,7 +98,12 @@ class RecompressOptions:
         made = old.made
         predictor = self.predictor or made.kind
         fmt = self.cache_dtype or made.cache_format
-        scale = (self.fp8_scale or made.scale_mode or DEFAULT_FP8_SCALE) if fmt in FP8_FORMATS else None
+        if self.codec_only and fmt != made.cache_format:
+            raise UserError(
+                f"--cache-dtype {fmt} does not go with --codec-only, which changes no caches: those of the target "
+                f"{old.target.hex()[:16]} are in {made.cache_format}"
+            )
+        scale = self.fp8_scale or ((made.scale_mode or DEFAULT_FP8_SCALE) if fmt in FP8_FORMATS else None)
         options = Options(
             model=self.model or "",
             corpus=self.prompts or "",
@@ -138,6 +143,10 @@ def recompress(options: RecompressOptions, consoles: Consoles) -> int:
     name = options.name or (model.name if model is not None else None)
     old = find_replaced(store, name, options.source, options.cache_dtype)
     wanted = options.job_options(old)
+    if options.codec_only:
+        old, others = of_one_scaling(store, old)
+        if others:
+            say(consoles.notes, f"{others} generations of the same target with other FP8 scales stay as they are")
     work = _Recode(store, old, wanted, model) if options.codec_only else _Retell(old, wanted, options)
     shown = old.seen is not None or options.name is None  # a new name has to be pointed somewhere
     if shown and work.unchanged(options.rung_given):

@@ -58,8 +58,8 @@ def find_replaced(store: Store, name: str | None, source: str | None, cache_form
     """What is to be recompressed.
 
     name: what readers will ask for, and unless `source` is given what they ask for now; None: what they ask for now. source:
-    fingerprint of a target, or its beginning. Without either the store must hold one target only. cache_format: which of a model's
-    caches, where there are several.
+    fingerprint of a target, or its beginning. Without either one target only must be in use. cache_format: which of a model's caches,
+    where there are several.
 
     Raises:
         UserError: there is no such thing in the store, or there are several.
@@ -72,7 +72,10 @@ def find_replaced(store: Store, name: str | None, source: str | None, cache_form
         begun = {target for target, _ in pointers.staged}
         named = mine or set(pointed.values()) or targets_named(store, name, None).keys() - begun
         source = _only(store, f"the model {name!r}", named).hex()
-    owners = {target for target, _ in generations(store, target=source)}
+    pairs = set(generations(store, target=source))
+    if source is None:  # what was replaced waits for its deletion, and what is being filled is not in use yet
+        pairs = (pairs - pointers.retired.keys() - pointers.staged.keys()) or pairs
+    owners = {target for target, _ in pairs}
     target = _only(store, "a recompression without --model, --as and --from", owners)
     hidden = pointers.hidden(target)
     found = [gen for gen in generations(store, target=target.hex()).values() if gen.profile not in hidden]

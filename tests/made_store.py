@@ -16,7 +16,10 @@ import pytest
 import torch
 
 import codec
+from codec.formats import number_format
+from codec.scales import CacheScales
 from pipeline.actors import EncodeActor, VerifyActor
+from pipeline.cache_scales import ScaleMeter, offer_scales
 from pipeline.calibration import Calibrator, choose_sample, find_profile, offer_profile
 from pipeline.committed import Committed, find_committed
 from pipeline.encode import ChainEncoder
@@ -81,6 +84,24 @@ def tokenise(prepared: Prepared) -> list[Prompt]:
         tables = retelling.rows(Retell(settings, prepared.roots.of_tenants(retelling.salts()))(batch))
     found, bad = split_rows(tables)
     return admit(found, bad, limit=limit, skip_bad=skip, corpus="corpus", one_corpus=retelling is None).prompts
+
+
+def scaled(prepared: Prepared, prompts: list[Prompt], *, backwards: bool = False) -> Prepared:
+    """With calibrated scales of its FP8 cache, as `calibrate_scales` makes them."""
+    job, meter = prepared.job, ScaleMeter(prepared.job, DEVICE)
+    samples = choose_sample(prompts, CHUNK)
+    parts = [meter.measure(sample) for sample in (samples[::-1] if backwards else samples)]
+    scales = CacheScales.calibrated(job.scale_mode, np.maximum.reduce(parts), number_format(job.cache_format))
+    return replace(prepared, job=offer_scales(job, scales))
+
+
+def admitted(prepared: Prepared) -> tuple[Job, list[Prompt]]:
+    """The job, with the profile in use and with scales if its cache has some, and the prompts under their keys."""
+    prompts = prepared.admitted.prompts if prepared.admitted is not None else tokenise(prepared)
+    if not prepared.job.scaled:
+        prepared = scaled(prepared, prompts)
+        prompts = tokenise(prepared)
+    return with_profile(prepared.job, prompts), prompts
 
 
 def with_profile(job: Job, prompts: list[Prompt]) -> Job:
@@ -155,9 +176,7 @@ def computing(job: Job, encoder: type[EncodeActor] = EncodeActor) -> Compute:
 
 def make(options: Options, encoder: type[EncodeActor] = EncodeActor) -> Made:
     """Run the job on the options' corpus and store."""
-    prepared = prepare(options)
-    prompts = tokenise(prepared)
-    job = with_profile(prepared.job, prompts)
+    job, prompts = admitted(prepare(options))
     notes: list[str] = []
     compute = computing(job, encoder)
     with at_work(job.store):
@@ -174,8 +193,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def carried_out(prepared: Prepared, consoles: object, before_encode: Callable[[Job], None]) -> Ran:
     """What pipeline.run.carry_out does, in this process and without Ray."""
-    prompts = prepared.admitted.prompts if prepared.admitted is not None else tokenise(prepared)
-    job = with_profile(prepared.job, prompts)
+    job, prompts = admitted(prepared)
     before_encode(job)
     before, plan = planned(job, prompts)
     results = computing(job)(before, plan)

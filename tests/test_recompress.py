@@ -20,12 +20,13 @@ from pipeline.collect import collect, find_garbage
 from pipeline.current import read_pointers
 from pipeline.model_source import resolve_model
 from pipeline.options import Options
+from pipeline.prepare import prepare
 from pipeline.recompress import RecompressOptions, recompress
 from pipeline.run import Consoles
 from pipeline.run import run as compress
 from pipeline.runs import list_runs, read_run
 from pipeline.store import Store
-from pipeline.target import load_target
+from pipeline.target import load_target, run_format
 from tests.conftest import TOOLS_TEMPLATE, write_tiny_llama, write_tokenizer
 from tests.made_store import CHUNK, RECORDS, SHARED, make_old, numbers, options_of, without_ray
 from tests.stored import same
@@ -72,12 +73,16 @@ class Site:
         return status
 
     def fingerprint(self) -> bytes:
-        return resolve_model(self.model).fingerprint("bf16")
+        return resolve_model(self.model).fingerprint(self.options.cache_dtype or "bf16")
 
     def truth(self, ids: list[int]) -> Any:
+        """K and V as the target computes them, in the format and with the scales that the store has for it."""
         import torch
 
-        target = load_target(resolve_model(self.model))
+        job = prepare(self.options).job
+        target = load_target(job.model, run_format(job.model, job.cache_format)).with_cache(
+            job.cache_format, job.cache_scales
+        )
         cache = target.new_cache()
         for part in torch.tensor(ids).split(CHUNK):
             target.prefill(cache, part)

@@ -17,13 +17,14 @@ from codec.keys import chunk_keys
 from codec.scales import CacheScales
 from pipeline import index
 from pipeline.actors import EncodeActor, VerifyActor
-from pipeline.cache_scales import ScaleMeter, largest, offer_scales
+from pipeline.cache_scales import largest
 from pipeline.calibration import Calibrator, choose_sample, offer_profile
 from pipeline.plan import Prompt, admit, group_prompts, make_plan
 from pipeline.prepare import Prepared, prepare
 from pipeline.prompts import Rekey, Tokenise, Tokenising, split_rows, with_keys
 from pipeline.target import load_target, resolve_model
 from pipeline.work import Device, GroupResult, Job, make_group
+from tests.made_store import scaled
 from tests.test_pipeline_formats import CHUNK, Corpus, prompts
 
 DEVICE = Device("cpu", False, 1)
@@ -51,16 +52,6 @@ def tokenised(prepared: Prepared) -> list[Prompt]:
     item = {"file": [prepared.files[0]], "index": [0], "shard": [0], "shards": [1]}
     found, bad = split_rows(Tokenise(settings)(item))
     return admit(found, bad, limit=None, skip_bad=False, corpus="corpus").prompts
-
-
-def scaled(prepared: Prepared, sample: list[Prompt], *, backwards: bool = False) -> Prepared:
-    """With calibrated scales, as `calibrate_scales` makes them."""
-    job, meter = prepared.job, ScaleMeter(prepared.job, DEVICE)
-    samples = choose_sample(sample, CHUNK)
-    parts = [meter.measure(s) for s in (samples[::-1] if backwards else samples)]
-    merged = np.maximum.reduce(parts)
-    scales = CacheScales.calibrated(job.scale_mode, merged, number_format(job.cache_format))
-    return replace(prepared, job=offer_scales(job, scales))
 
 
 def with_profile(job: Job, sample: list[Prompt]) -> Job:

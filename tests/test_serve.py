@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,14 @@ import pytest
 import safetensors.torch
 
 from codec.errors import UserError
+from pipeline.current import point_first, read_pointers
 from pipeline.restoration.serving import ServeOptions
 from tests.conftest import REPO_ROOT
-from tests.ports import LOOPBACK
+from tests.made_store import RECORDS, Made, make
+from tests.ports import LOOPBACK, free_ports
 from tests.stored import CHUNK, Kept, same, tokens_of
+from tests.test_recompress import A, Site
+from tests.test_recompress_job import recompress
 from tests.test_restoration import forge
 from tests.test_service import pairs_of
 
@@ -36,7 +41,7 @@ START = 400.0
 
 
 @contextmanager
-def serving(kept: Kept, port: int, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+def serving(kept: Kept | Made, port: int, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """The job, ready; ended by its pid."""
     command = [
         sys.executable, str(JOB), "--store", kept.store.uri, "--model", kept.job.target.hex(), "--port", str(port),
@@ -162,6 +167,61 @@ def _survives(kept: Kept, port: int, process: subprocess.Popen[bytes]) -> None:
         assert time.monotonic() < end, "no replica came back"
         time.sleep(0.5)
     assert same(pairs_of(safetensors.torch.load(data), range(3)), kept.truth(PROMPT))
+
+
+@pytest.mark.slow
+def test_two_services_while_their_store_is_recompressed(tmp_path: Path) -> None:
+    """By name: all old caches until the job has verified the new ones, then all new ones. By fingerprint: the old ones."""
+    site = Site(tmp_path, RECORDS)
+    made, old, first = make(site.options), site.fingerprint(), site.truth(A)
+    point_first(made.store, "mymodel", "bf16", (old, made.job.profile))
+    site.weights(5)
+    new, second = site.fingerprint(), site.truth(A)
+    (config := tmp_path / "job.yaml").write_text(f"model: {site.model}\nactors: 1\n")
+    ports, folders = free_ports(2), [tmp_path / "named", tmp_path / "fixed"]
+    for folder in folders:
+        folder.mkdir()
+    answers: dict[int, list[bytes]] = {port: [] for port in ports}
+    wrong, over = list[str](), threading.Event()
+    truths = {old.hex(): first, new.hex(): second}
+
+    def client(port: int) -> None:
+        while not over.wait(0.2):
+            status, data, headers = ask(port, A)
+            if status != 200 or not same(
+                pairs_of(safetensors.torch.load(data), range(3)), truths[headers["x-kv-target"]]
+            ):
+                wrong.append(f"{status} {data[:200]!r}")
+                return
+            answers[port].append(bytes.fromhex(headers["x-kv-target"]))
+            pointed = read_pointers(made.store).current("mymodel", "bf16")
+            if answers[port][-1] == new and pointed is not None and pointed.target == old:
+                wrong.append("the new cache before the pointer was moved")
+
+    more = "--refresh", "0.5", "--keep-decoded", "0"
+    with (
+        serving(made, ports[0], folders[0], *more, "--model", "mymodel"),
+        serving(made, ports[1], folders[1], *more),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        clients = [threads.submit(client, port) for port in ports]
+        try:
+            status, said = recompress(made.store.uri, config)
+            assert status == 0 and "readers of mymodel now follow" in said, said
+            end = time.monotonic() + 60
+            while answers[ports[0]][-1:] != [new] and time.monotonic() < end and not wrong:
+                time.sleep(0.2)
+            time.sleep(2)  # more than a refresh
+        finally:
+            over.set()
+        for running in clients:
+            running.result()
+        assert not wrong and set(answers[ports[1]]) == {old}
+        switch = answers[ports[0]].index(new)
+        assert switch > 3 and set(answers[ports[0]][:switch]) == {old} and set(answers[ports[0]][switch:]) == {new}
+        assert json.loads(get(ports[0], "/healthz"))["target"] == new.hex()
+    for folder in folders:
+        assert "Traceback" not in (folder / "serve.err").read_text()
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from pipeline.model_source import load_tokenizer, resolve_model
 from pipeline.restoration.metrics import MetricsBoard
 from pipeline.restoration.restorer import Restorer
 from pipeline.restoration.service import Limits, Service
+from tests.made_store import Made
 from tests.ports import LOOPBACK
 from tests.stored import CHUNK, Kept, same, tokens_of
 from tests.test_restoration import flip, forge
@@ -38,16 +39,16 @@ Tensors = dict[str, torch.Tensor]
 class Server:
     """A service in a thread, and what it counts."""
 
-    def __init__(self, kept: Kept, port: int, **more: Any) -> None:
+    def __init__(self, kept: Kept | Made, port: int, model: str = "", **more: Any) -> None:
+        """model: what it serves, by default the kept target by its fingerprint."""
         self.kept, self.port, self.board = kept, port, MetricsBoard()
 
         async def metrics() -> str:
             return self.board.text()
 
         limits = Limits(**{"refresh_seconds": 0.01, **more.pop("limits", {})})
-        self.service = Service(
-            Restorer(kept.store, kept.job.target.hex()), limits, self.board, read_metrics=metrics, **more
-        )
+        self.restorer = Restorer(kept.store, model or kept.job.target.hex())
+        self.service = Service(self.restorer, limits, self.board, read_metrics=metrics, **more)
 
         async def answer(request: Request) -> Any:
             return await self.service.handle(request)

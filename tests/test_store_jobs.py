@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+import pipeline
 from codec.checksums import digest
 from codec.errors import StorageError
 from jobs.gc import main as gc
 from jobs.verify import main as verify
-from pipeline import ray_runtime
+from pipeline import index, ray_runtime
+from pipeline.current import read_pointers
 from pipeline.options import Options
 from pipeline.paths import parse_blob_path
 from pipeline.quota import store_bytes
@@ -23,6 +27,8 @@ from pipeline.run import Consoles, run
 from pipeline.store import Store
 from tests.made_store import RECORDS, ShakenActor, make, options_of, overwrite
 from tests.s3_server import BUCKET, s3_server
+from tests.stored import same
+from tests.test_recompress import Site
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +91,47 @@ def test_an_fp8_corpus_of_two_tenants(tiny_model: Path, tmp_path: Path, capsys: 
     assert verify(["--store", options.store, "--deep"]) == 0
     assert "9 read, 9 decoded" in capsys.readouterr().out
     assert "nothing to compute" in work(options)[1]
+
+
+def test_an_fp8_store_of_two_tenants_on_s3_is_recompressed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For new weights, with scales of their own; then with another coder, without the model. What was replaced is collected."""
+    monkeypatch.setenv("SALT_ONE", "hush-one")
+    records, uri = [RECORDS[0], RECORDS[2] | {"salt": "hush-one"}], f"s3://{BUCKET}/recompressed"
+    site = Site(tmp_path, records, store=uri, cache_dtype="fp8_e4m3", fp8_scale="head", loop="closed")
+    assert site.compress() == 0 and "hush" not in site.said
+    ids = [record["token_ids"] for record in RECORDS[::2]]
+    salts = b"", b"hush-one"
+
+    def gives(model: str, truth: list[Any]) -> bool:
+        found = [pipeline.restore(site.store, model, mine, salt=salt) for mine, salt in zip(ids, salts, strict=True)]
+        return all(a.tokens == len(b) and same(a.load(), c) for a, b, c in zip(found, ids, truth, strict=True))
+
+    def pointer() -> tuple[bytes, bytes]:
+        entry = read_pointers(site.store).current("mymodel", "fp8_e4m3")
+        assert entry is not None
+        return entry.pair
+
+    old, first = pointer(), [site.truth(mine) for mine in ids]
+    assert gives("mymodel", first)
+    site.weights(5)
+    assert site.recompress(salt_env=("SALT_ONE",)) == 0 and "hush" not in site.said
+    new, second = pointer(), [site.truth(mine) for mine in ids]
+    assert new[0] == site.fingerprint() != old[0] and read_pointers(site.store).retired.keys() == {old}
+    assert gives("mymodel", second) and gives(old[0].hex(), first) and not same(first[0], second[0])
+    shutil.rmtree(site.model)
+    assert site.recompress(model=None, codec_only=True, coder="constriction-ans24/0.5") == 0
+    last = pointer()
+    assert last[0] == new[0] and last != new and read_pointers(site.store).retired.keys() == {old, new}
+    made = [index.read_rows(site.store, target=a, profile=b).to_pylist() for a, b in (new, last)]
+    bits = [{row["key"]: (row["fp8_scale"], row["tenant"], row["layer_checksums"]) for row in rows} for rows in made]
+    assert bits[0] == bits[1] and len(bits[0]) == 6 and gives("mymodel", second)
+    assert verify(["--store", uri, "--deep"]) == 0 and "18 read, 18 decoded" in capsys.readouterr().out
+    assert gc(["--store", uri, "--grace", "0", "--yes"]) == 0
+    assert {parse_blob_path(path)[:2] for path in site.store.list("blobs")} == {last} and gives("mymodel", second)
+    capsys.readouterr()
+    assert verify(["--store", uri, "--deep"]) == 0 and "6 read, 6 decoded" in capsys.readouterr().out
 
 
 def test_a_lost_chunk_with_other_bits_is_made_again_with_all_that_follows(

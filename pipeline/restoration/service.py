@@ -96,10 +96,10 @@ class Service:
         token: str = "",
         tokenizer: Callable[[], Any] | None = None,
     ) -> None:
-        """token: what clients must bear, "" for none. tokenizer: gives one at the first request that needs it."""
+        """token: what clients must bear, "" for none. tokenizer: gives one at a target's first request that needs it."""
         self._restorer, self._limits, self._board = restorer, limits, board
         self._read_metrics, self._token, self._load_tokenizer = read_metrics, token, tokenizer
-        self._tokenizer: Any = None
+        self._tokenizer: tuple[bytes, Any] = b"", None  # and the target that it was loaded for
         self.busy = self.waiting = 0  # requests that have a place, and those that wait for one
         self._places = asyncio.Semaphore(limits.concurrency)
         self._fresh = time.monotonic()
@@ -186,25 +186,31 @@ class Service:
 
     def _open(self, asked: Asked) -> tuple[Restoration, Layout]:
         """Find and check the prefix; runs in a thread."""
-        ids = self._ids(asked)
-        if len(ids) > self._limits.tokens:
-            raise Refused(413, f"the prompt has {len(ids)} tokens, over the limit of {self._limits.tokens}")
         self._refresh()
-        restored = self._restorer.restore(ids, layers=asked.layers, heads=asked.heads)
+        while True:
+            target = self._restorer.target
+            ids = self._ids(asked, target)
+            if len(ids) > self._limits.tokens:
+                raise Refused(413, f"the prompt has {len(ids)} tokens, over the limit of {self._limits.tokens}")
+            restored = self._restorer.restore(ids, layers=asked.layers, heads=asked.heads)
+            if self._restorer.target == target:
+                break  # else it came to another meanwhile, which may read the text as other tokens
         if not restored.tokens:
             raise Refused(404, "; ".join(restored.notes), x_kv_tokens="0")
         return restored, layout(restored)
 
-    def _ids(self, asked: Asked) -> Ids:
+    def _ids(self, asked: Asked, target: bytes) -> Ids:
         if "token_ids" in asked.record:
             return token_array(asked.record["token_ids"])
         if self._load_tokenizer is None:
             raise UserError("this service has no tokenizer; send token_ids")
-        if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
+        owner, tokenizer = self._tokenizer
+        if owner != target:  # who follows a name comes to a model that may have another one
+            tokenizer = self._load_tokenizer()
+            self._tokenizer = target, tokenizer
         record = parse_record({"id": "request", **asked.record}, "the request")
         assert not isinstance(record, BadRecord), "it was parsed before"
-        return token_array(token_ids(record, self._tokenizer, context_length=self._limits.tokens))
+        return token_array(token_ids(record, tokenizer, context_length=self._limits.tokens))
 
     def _refresh(self) -> None:
         """See what was committed since, now and then; one thread does it, the others go on with what is known."""
