@@ -8,7 +8,7 @@ coefficients on the first m regressors are the first m rows of L⁻ᵀ applied t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,8 @@ def fit(
     merged = merge(thirds)
     if merged.tokens < 1:
         raise UserError(_NOTHING)
+    step = _steps(merged)
+    merged, thirds = _rounded(merged, step), [_rounded(third, step) for third in thirds]
     pairs = _folds(thirds) if cross_validate else []
     ridge, gain_ridge = ridges[:2][-1], gain_ridges[:2][-1]
     if pairs:
@@ -106,10 +108,27 @@ def fit(
     variance = _unexplained(weight, merged) * _inflation(merged)
     if pairs:
         variance = np.sum([_left(a, b, ridge) * (b.tokens / merged.tokens) for a, b in pairs], axis=0)
-    return _frozen(merged, weight, variance, _gains(merged, gain_ridge)), merged.tokens
+    return _frozen(merged, step, weight, variance, _gains(merged, gain_ridge)), merged.tokens
 
 
-def _frozen(moments: LayerMoments, weight: Floats, variance: Floats, gain: Floats) -> JointLayer:
+def _steps(moments: LayerMoments) -> NDArray[np.int64]:
+    """A feature's step is 2**step: [N]."""
+    own = np.diag(moments.gram)[-len(moments.power) :]
+    spread = np.sqrt(own / moments.tokens)
+    return np.ceil(np.log2(np.maximum(spread, _LEAST_SIGMA))).astype(np.int64) - STEPS_PER_SIGMA
+
+
+def _rounded(moments: LayerMoments, step: NDArray[np.int64]) -> LayerMoments:
+    """The moments with own features in whole steps, as the coder has them: rounding adds a twelfth of a step's square to their powers."""
+    gram = moments.gram.copy()
+    own = np.arange(len(gram) - len(step), len(gram))
+    gram[own, own] += moments.tokens * np.exp2(2.0 * step) / 12
+    return replace(moments, gram=gram)
+
+
+def _frozen(
+    moments: LayerMoments, step: NDArray[np.int64], weight: Floats, variance: Floats, gain: Floats
+) -> JointLayer:
     """Coefficients [N, K], variances [N] and gains [M, N] as integers."""
     n = len(variance)
     before = len(moments.gram) - n  # regressors that are not own features
@@ -118,8 +137,6 @@ def _frozen(moments: LayerMoments, weight: Floats, variance: Floats, gain: Float
     first = np.arange(n // 2, n, 2)
     inside = coefficient[first + 1, first].copy()
     coefficient[first + 1, first] = 0.0
-    spread = np.sqrt(np.diag(moments.gram)[before:] / moments.tokens)
-    step = np.ceil(np.log2(np.maximum(spread, _LEAST_SIGMA))).astype(np.int64) - STEPS_PER_SIGMA
     unit, integers = _rows_to_integers(coefficient * np.exp2(step)[None, :], np.int16, COEFFICIENT_MAX)
     given_unit, given = _rows_to_integers(weight[:, 1:before] * CARRIED, np.int8)
     gain_unit, gain_integers = _rows_to_integers(gain * np.exp2(step)[None, :], np.int8)

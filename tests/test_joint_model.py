@@ -20,6 +20,7 @@ from codec.closed_loop import Carry, ClosedLoop
 from codec.coders import DEFAULT, NAMES, Coder
 from codec.formats import BF16, FORMATS, NumberFormat
 from codec.geometry import Geometry
+from codec.joint_fit import LayerMoments, fit
 from codec.joint_model import COEFFICIENT_MAX, FEATURE_MAX, JointLayer, Means, PairLaw, Ready
 from codec.narrow import FACTORS
 from codec.residual import gaussian_table
@@ -245,8 +246,6 @@ def test_unrotating_undoes_the_predictors_rotation() -> None:
 
 
 def test_fit_recovers_a_regression() -> None:
-    from codec.joint_fit import LayerMoments, fit
-
     rng, n, hidden, tokens = np.random.default_rng(5), 12, 7, 200_000
     coefficient = np.tril(rng.uniform(-0.6, 0.6, (n, n)), -1)
     sigma, gain = 2.0 ** rng.uniform(-6, 1, n), rng.uniform(-1, 1, (hidden, n))
@@ -273,9 +272,25 @@ def test_fit_recovers_a_regression() -> None:
     assert (spread / 2.0**joint.step > 7.9).all() and (spread / 2.0**joint.step <= 16 * 1.01).all()
 
 
-def test_fit_of_nothing_and_of_constants() -> None:
-    from codec.joint_fit import LayerMoments, fit
+def test_fit_knows_that_features_are_rounded() -> None:
+    """Channels that differ by less than a feature's step: what is promised is what is left, on tokens that were not fitted to."""
+    rng, n = np.random.default_rng(6), 16
 
+    def residuals(tokens: int) -> Any:
+        return rng.standard_normal((1, tokens)) + 0.04 * rng.standard_normal((n, tokens))
+
+    def moments(x: Any) -> LayerMoments:
+        return LayerMoments.of(None, x, x, np.zeros((x.shape[1], 0)))
+
+    joint, _ = fit([moments(residuals(2000)) for _ in range(6)])
+    ready, fresh = ready_of(joint), residuals(20_000)
+    means = (ready.lower.astype(np.float64) @ ready.features(fresh)) * ready.unit + ready.bias
+    left = ((fresh - means)[: n // 2] ** 2).mean(1)  # V: of pairs a's own value is known beside its feature
+    promised = np.square(joint.sigma[: n // 2].astype(np.float64))
+    assert np.allclose(left / promised, 1, atol=0.06)
+
+
+def test_fit_of_nothing_and_of_constants() -> None:
     with pytest.raises(errors.UserError, match="no token"):
         fit([LayerMoments.of(None, np.zeros((8, 0)), np.zeros((8, 0)), np.zeros((0, 3)))])
     still, _ = fit([LayerMoments.of(None, np.zeros((8, 5)), np.zeros((8, 5)), np.zeros((5, 3)))])
