@@ -41,6 +41,7 @@ _NUMPY = {
     torch.float32: np.float32,
     torch.int32: np.int32,
     torch.int16: np.int16,
+    torch.uint8: np.uint8,
     torch.int8: np.int8,
 }
 # Minimax polynomial of 2**f on [0, 1) with p(0) = 1, degree 5 (our own fit by Lawson's iteration, relative error 8.3e-8).

@@ -136,6 +136,11 @@ def number_format(name: str) -> NumberFormat:
         ) from None
 
 
+def bits(values: Tensor) -> Tensor:
+    """The bit patterns of a tensor of any float dtype, as integers: a view."""
+    return values.view(_STORED[8 * values.element_size()][0])
+
+
 def format_by_code(code: int) -> NumberFormat | None:
     """The format with that number in a blob's header, or None."""
     return _BY_CODE.get(code)

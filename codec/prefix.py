@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from codec import blob as blobs
 from codec import exact
 from codec.chunk import ChunkIdentity, DecodeTask, check_blob, check_pair, checked_layer
 from codec.errors import BlobError, ChunkFailed
+from codec.formats import bits
 from codec.loop import Next, follow
 from codec.predictor import Predictor, PredictorState, Run
 from codec.predictor.base import begins
 from codec.profile import Profile
 
 Pair = tuple[Tensor, Tensor]
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -152,10 +151,10 @@ class _Joined:
         if part.shape[dim] == self._tokens:  # one chunk is all
             self._parts[name] = part
             return
-        kind = _BITS[part.dtype.itemsize]  # some dtypes can do nothing but be looked at as others
+        source = bits(part)  # some dtypes can do nothing but be looked at as others
         if name not in self._parts:
             shape = list(part.shape)
             shape[dim] = self._tokens
-            self._parts[name] = exact.empty(shape, kind, part.device).view(part.dtype)
-        whole = self._parts[name].view(kind)
-        whole.narrow(dim, span.start, span.stop - span.start).copy_(part.view(kind))
+            self._parts[name] = exact.empty(shape, source.dtype, part.device).view(part.dtype)
+        whole = bits(self._parts[name])
+        whole.narrow(dim, span.start, span.stop - span.start).copy_(source)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from codec.errors import UserError
-from codec.formats import NumberFormat
+from codec.formats import NumberFormat, bits
 from codec.scales import CacheScales
 
 KV = tuple[Tensor, Tensor]
@@ -118,7 +118,7 @@ def gather(layers: Sequence[PieceLayer]) -> None:
         block = torch.empty(len(some), 2, *like.shape, dtype=like.dtype, device=like.device)
         for layer, (k, v) in zip(some, block, strict=True):
             for place, values in zip((k, v), layer.pieces[-1], strict=True):
-                _bits(place).copy_(_bits(values))
+                bits(place).copy_(bits(values))
             layer.pieces[-1] = (k, v)
 
 
@@ -128,8 +128,4 @@ def _copied(t: Tensor) -> Tensor:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Tokens one after the other, by their bits: not every dtype can be joined, and no conversion may touch a NaN payload."""
-    return torch.cat([_bits(part) for part in parts], 1).view(parts[0].dtype)
-
-
-def _bits(t: Tensor) -> Tensor:
-    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+    return torch.cat([bits(part) for part in parts], 1).view(parts[0].dtype)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from codec.errors import DataError, StorageError, UserError
+from codec.formats import bits
 from codec.keys import engine_target
 from codec.scales import CacheScales
 from pipeline.engines.loader import Loader, PagedCache, PagedLayer
@@ -20,7 +21,6 @@ from pipeline.engines.pages import PageLayout
 from pipeline.engines.spool import Spool, SpooledCache, pack, read
 from pipeline.engines.vllm_sides import Scheduler, Step, Worker, cache_format, check, options
 from pipeline.restoration.restorer import Workshop
-from pipeline.restoration.span import bits
 from tests.stored import CHUNK, Kept, same, tokens_of
 
 BLOCK, HEADS, DIM = 8, 2, 16

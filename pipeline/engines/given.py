@@ -17,6 +17,7 @@ import torch
 
 import codec
 from codec.errors import DataError, UserError
+from codec.formats import bits
 from codec.keys import chunk_keys, engine_target
 from pipeline.actors import EncodeActor, VerifyActor
 from pipeline.calibration import SAMPLE_PROMPTS, SAMPLE_TOKENS, find_profile, offer_profile
@@ -31,7 +32,6 @@ from pipeline.options import Options
 from pipeline.paths import prompts_path
 from pipeline.progress import Reporter
 from pipeline.prompts import part_bytes, part_name
-from pipeline.restoration.span import bits
 from pipeline.rung import LIMB_PROMPTS
 from pipeline.store import Store
 from pipeline.target import Target, load_target

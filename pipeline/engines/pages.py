@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from codec.errors import UserError
-from pipeline.restoration.span import bits
+from codec.formats import bits
 
 Pair = tuple[Tensor, Tensor]
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, heads, head_dim], cache, slots int64 [T]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 import codec
 from codec.errors import ChunkFailed, DataError, StorageError
+from codec.formats import bits
 from pipeline.restoration.catalogue import Ids, Match
 from pipeline.restoration.prefix import Decoder, Pair, Prefix, checked_blob, read_blob
-from pipeline.restoration.span import Span, bits
+from pipeline.restoration.span import Span
 from pipeline.store import Store
 
 IN_FLIGHT = 2  # few: over a slow link the first blob is to come long before the last

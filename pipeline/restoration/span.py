@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from codec.errors import UserError
@@ -48,8 +47,3 @@ def _within(what: str, given: Range | None, count: int) -> Range:
     if not 0 <= first < end <= count:
         raise UserError(f"the {what} {first}:{end} are not in a cache that has {what} 0:{count}")
     return first, end
-
-
-def bits(values: Tensor) -> Tensor:
-    """The bit patterns of a tensor of any float dtype, as integers."""
-    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.element_size()])

@@ -10,9 +10,9 @@ import torch
 
 import codec
 from codec.errors import ChunkFailed
+from codec.formats import bits
 from pipeline.restoration.prefix import Pair, Prefix
 from pipeline.restoration.restorer import Restoration
-from pipeline.restoration.span import bits
 
 
 def decode_together(group: Sequence[Restoration]) -> Iterator[tuple[int, list[Pair]]]:

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import pipeline
+from codec.formats import bits
 from codec.keys import engine_target
 from jobs import import_caches
 from pipeline.engines.spool import Spool, read
 from pipeline.model_source import load_tokenizer, resolve_model
 from pipeline.model_weights import load_model
-from pipeline.restoration.span import bits
 from pipeline.store import Store
 from tests.conftest import REPO_ROOT
 from tests.stored import Kept

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from codec.formats import bits
 from pipeline.engines.loader import Loader, PagedCache
 from pipeline.engines.lookup import Load, Save
-from pipeline.restoration.span import bits
 
 TRACE: list[dict[str, Any]] = []
 FLIP: list[bool] = []  # not empty: flip a bit behind every load
