@@ -46,6 +46,10 @@ def test_figures_of_a_tiny_model(tiny_model: Path, tmp_path: Path) -> None:
     for link in result["links"].values():
         assert link["restore_seconds"] > 0 and link["fetch_seconds"] > 0 and link["raw_seconds"] > 0
     assert result["worth_below_bits_per_s"] > 0
+    planned = result["planned"]
+    for name in ("prefill", "decode"):
+        assert planned[f"{name}_ratio"] == planned[f"{name}_seconds"] / result[f"{name}_seconds"] > 0
+    assert "of what was measured" in dict(restore.rows(result))["jobs/plan.py says"]
     json.dumps(result)
     shown = dict(restore.rows(result))
     assert "all chunks" in shown["verified"] and "restored in" in shown["at 1 Gb/s"]
@@ -69,6 +73,13 @@ def test_other_bits_than_the_targets_are_seen(
 def test_repeats_that_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--repeats"):
         restore.run(arguments(tiny_model, tmp_path, "--repeats", "0"), lambda text: None)
+
+
+@pytest.mark.parametrize("more", [("--window", "32"), ("--cache-dtype", "fp8_e4m3")])
+def test_what_plan_does_not_weigh_is_not_compared(tiny_model: Path, tmp_path: Path, more: tuple[str, str]) -> None:
+    given = arguments(tiny_model, tmp_path, "--repeats", "1", "--predictor", "int8", *more)
+    result = restore.run(given, lambda text: None)
+    assert result["verified"] and result["planned"] is None and "jobs/plan.py says" not in dict(restore.rows(result))
 
 
 @pytest.mark.parametrize(("size", "rate"), [(500_000, 2e7), (3_000_000, 1e8), (10, 1e6)])

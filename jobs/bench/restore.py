@@ -13,6 +13,8 @@ links             by bandwidth: raw_seconds, to fetch the raw cache; restore_sec
                   reached_bits_per_s, what the machine made of the bandwidth with the raw cache
 worth_below_bits_per_s   over slower links than this restoring is sooner done than fetching the raw cache. Computed: all but the first
                   blob come while others are decoded
+planned           what jobs/plan.py says of prefill_seconds and decode_seconds on this machine, without corpus or calibration, and each
+                  over what was measured: prefill_ratio, decode_ratio. None with what it does not weigh: windows, open loops, FP8 caches
 verified          every chunk came back with the checksums taken before encoding, each time
 """
 
@@ -39,6 +41,8 @@ from jobs.bench.decode_process import StoredPrompt
 from jobs.bench.link import Link, LinkedStore
 from jobs.bench.machine import describe
 from jobs.bench.rate import Settings
+from jobs.bench.speeds import Wanted, measure_target
+from pipeline.model_source import RUN_DTYPES
 from pipeline.paths import blob_path
 from pipeline.restoration.catalogue import Chunk, Generation, Match
 from pipeline.restoration.restorer import Restoration, Workshop
@@ -108,6 +112,9 @@ def rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     for name, link in r["links"].items():
         times = f"restored in {link['restore_seconds']:.2f} s, raw in {link['raw_seconds']:.2f} s"
         out.append((f"at {name}", f"{times} ({link['reached_bits_per_s'] / 1e9:.2f} Gb/s reached)"))
+    if plan := r["planned"]:
+        ratios = f"prefill {plan['prefill_ratio']:.2f} and decode {plan['decode_ratio']:.2f} of what was measured"
+        out.append(("jobs/plan.py says", ratios))
     out.append(("restoring beats raw", f"below {r['worth_below_bits_per_s'] / 1e6:,.0f} Mb/s"))
     out.append(("verified", "all chunks" if r["verified"] else "NO: decoded bits differ from the target's"))
     return [*out, ("machine", f"{m['cpu']}, {s['threads']} threads of {m['cores']} cores, load {m['load']}")]
@@ -140,15 +147,18 @@ def measure(settings: Settings, folder: Path, note: Note, repeats: int) -> dict[
             times.prefill.append(_prefill(target, test[number], times.clock))
             _decode(workshop, prompt, times)
         _over_links(workshop, prompt, repeats, times, folder, note)
+    found = {"prefill": statistics.median(times.prefill), "decode": statistics.median(times.decode)}
+    planned = _planned(settings, target, found, Wanted((settings.predictor,), settings.tokens, settings.chunk_tokens, target.cache_format,
+                                                       repeats, times.clock), note)  # fmt: skip
     stored = int(statistics.median(prompt.match.stored_bytes for prompt in prompts))
     first = statistics.median(prompt.match.chunks[0].stored_bytes for prompt in prompts)
-    decode = statistics.median(times.decode)
     return {
-        "prefill_seconds": statistics.median(times.prefill),
-        "decode_seconds": decode,
+        "prefill_seconds": found["prefill"],
+        "decode_seconds": found["decode"],
         "first_layer_seconds": statistics.median(times.first_layer),
         "links": {name: _link(found, raw) for name, found in times.links.items()},
-        "worth_below_bits_per_s": 8 * (raw - first) / decode,
+        "worth_below_bits_per_s": 8 * (raw - first) / found["decode"],
+        "planned": planned,
         "raw_bytes": raw,
         "stored_bytes": stored,
         "verified": times.right,
@@ -156,6 +166,18 @@ def measure(settings: Settings, folder: Path, note: Note, repeats: int) -> dict[
         "settings": rate.shown(settings, target),
         "machine": machine,
     }
+
+
+def _planned(
+    settings: Settings, target: Target, found: dict[str, float], wanted: Wanted, note: Note
+) -> dict[str, float] | None:
+    """What jobs/plan.py makes of the same prefix, and how that compares with what was measured."""
+    if settings.loop != "closed" or settings.window is not None or target.cache_format not in RUN_DTYPES:
+        return None
+    case = measure_target(target, wanted, note)
+    said = {"prefill": case.prefill_seconds, "decode": case.rungs[0].decode_seconds}
+    ratios = {f"{name}_ratio": seconds / found[name] for name, seconds in said.items()}
+    return {f"{name}_seconds": seconds for name, seconds in said.items()} | ratios
 
 
 def _link(found: dict[str, list[float]], raw: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from pipeline.economics import Case, Rung
 from pipeline.estimate import guessed_bits, kv_bytes_a_token
 from pipeline.model_source import ModelSource, load_config
 from pipeline.rung import Rung as Recipe
-from pipeline.target import context_length, kv_shape, load_target
+from pipeline.target import Target, context_length, kv_shape, load_target
 
 LOOKS_BACK = {"linear": 2}  # layers that a rung's joint model looks back
 
@@ -42,13 +42,18 @@ class Wanted:
     clock: Callable[[], float] = time.perf_counter
 
 
-@torch.no_grad()
 def measure(source: ModelSource, wanted: Wanted, note: Note) -> Case:
     """Seconds of one prefix on this machine; bits are guesses. Raises UserError."""
-    config = load_config(source)
-    if wanted.tokens > context_length(config):
-        raise UserError(f"--tokens {wanted.tokens} is over the model's context length of {context_length(config)}")
-    target = load_target(source, wanted.cache_format)
+    longest = context_length(load_config(source))
+    if wanted.tokens > longest:
+        raise UserError(f"--tokens {wanted.tokens} is over the model's context length of {longest}")
+    return measure_target(load_target(source, wanted.cache_format), wanted, note)
+
+
+@torch.no_grad()
+def measure_target(target: Target, wanted: Wanted, note: Note) -> Case:
+    """The same of a target that is loaded, and whose context holds so many tokens."""
+    config = target.config
     ids = torch.randint(0, int(config["vocab_size"]), (wanted.tokens,), generator=torch.Generator().manual_seed(0))
     sides: dict[str, Callable[[], object]] = {"target": lambda: target.prefill(target.new_cache(), ids)}
     for kind in wanted.rungs:
