@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import codec
-from codec.errors import KVCodecError
+from codec.errors import KVCodecError, StorageError
 from codec.formats import number_format
 from pipeline import index
 from pipeline.calibration import load_checked_target
@@ -29,6 +29,7 @@ from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
 from pipeline.truth import Prefilled, Reread, Truth
+from pipeline.unverified import mark
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
 from pipeline.worker_process import settle
@@ -71,6 +72,8 @@ class EncodeActor:
         encoder = self._loaded()
         start, tokens, seconds = time.perf_counter(), encoder.truth.tokens, encoder.truth.seconds
         self._done = {}
+        job, unseen = self._job, [key for key in group.todo if self._job.verify.selects(key)]
+        marked = mark(job.store, job.target, job.profile, unseen, self._quota.charge)
         try:
             for prompt in group.prompts:
                 ids = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
@@ -92,6 +95,7 @@ class EncodeActor:
             time.perf_counter() - start,
             total,
             len(costs),
+            mark=marked,
         )
 
     def _commit(self, group: Group) -> str:
@@ -206,6 +210,9 @@ class VerifyActor:
             wanted -= set(findings.verified) | findings.failed.keys()
             self._reporter.add(Counts(verified=len(findings.verified)))
             self._metrics.verified(len(findings.verified), len(findings.failed))
+        if result.mark and not wanted and not result.failed:
+            with suppress(StorageError):  # it is verified once more then, by the next run
+                self._job.store.delete(result.mark)
         return result
 
     def _committed(self, result: GroupResult, wanted: set[bytes]) -> dict[bytes, bytes]:

@@ -8,9 +8,10 @@
     blob         without an index row, and nothing stored follows from it
     profile      that neither a blob nor an index part nor a reader's pointer names, with what names it for a configuration
     predictor    that no profile and no index row names
+    unverified   what says of chunks that no run has verified them, where they are gone
 
-Only what is older than the grace period counts. As long as a job runs, blobs, profiles and predictors are left alone: it may
-be about to use what nothing uses yet.
+Only what is older than the grace period counts. As long as a job runs, blobs, profiles, predictors and what says that chunks are
+unverified are left alone: it may be about to use what nothing uses yet.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from pipeline.current import Pointers, read_pointers
 from pipeline.lease import dead_leases, exclusive, running_jobs
 from pipeline.paths import BY_CONFIG, PREDICTORS, PROFILES, QUARANTINE, index_prefix, prompts_prefix
 from pipeline.store import Entry, Store
+from pipeline.unverified import stale_marks
 
-NEEDS_QUIET = ("retired", "blob", "profile", "predictor")  # left alone while a job runs
+NEEDS_QUIET = ("retired", "blob", "profile", "predictor", "unverified")  # left alone while a job runs
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ def find_garbage(store: Store, grace: float) -> Collection:
             if key not in gen.rows and key not in followed and entry.modified <= before:
                 found.items.append(Item("blob", entry, gen))
     found.items += _unused(store, [*everything, *gone], pointers, before, found.notes)
+    rows = {(gen.target, gen.profile): gen.rows.keys() for gen in everything}
+    marks = stale_marks(store, lambda *owner: rows.get(owner, set()), before)
+    found.items += [Item("unverified", entry) for entry in marks]
     return found
 
 

@@ -8,6 +8,7 @@
     predictors/<fingerprint>.safetensors         the predictor's weights as used
     prompts/<target>/<name>.parquet              which prompt is made of which chunks
     index/<target>/<profile>/<name>.parquet      one index part a committed task
+    unverified/<target>/<profile>/<name>         which chunks no run has verified yet
     current/<model name>/<format>/<number>       which generation readers of a model follow; the highest number counts
     runs/<time>-<id>.json                        what one run was asked and what it came to
     quarantine/<path>                            what verification with --repair has put aside
@@ -31,6 +32,7 @@ MARKER = "store.json"
 BLOBS, INDEX, PROMPTS, PROFILES, PREDICTORS, SCALES = "blobs", "index", "prompts", "profiles", "predictors", "scales"
 BY_CONFIG = "by-config"
 CURRENT, QUARANTINE, RUNNING, LOCKS, RUNS = "current", "quarantine", "running", "locks", "runs"
+UNVERIFIED = "unverified"
 DIGEST_BYTES = 32
 
 _MAX_COMPONENT = 255  # bytes: the limit of the usual local file systems
@@ -151,6 +153,16 @@ def index_prefix(target: bytes, profile: bytes) -> str:
 def target_index_prefix(target: bytes) -> str:
     """Folder of all index parts of one target, whatever the profile."""
     return f"index/{digest_hex(target, 'target fingerprint')}"
+
+
+def unverified_path(target: bytes, profile: bytes, name: bytes) -> str:
+    """Path of what names chunks that are stored and not verified; `name` is a digest of it."""
+    return f"{unverified_prefix(target, profile)}/{digest_hex(name, 'digest')}"
+
+
+def unverified_prefix(target: bytes, profile: bytes) -> str:
+    """Folder of these under one target and profile."""
+    return f"{UNVERIFIED}/{digest_hex(target, 'target fingerprint')}/{digest_hex(profile, 'profile id')}"
 
 
 def parse_index_path(path: str) -> tuple[bytes, bytes]:

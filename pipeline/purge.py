@@ -14,6 +14,7 @@ from pipeline.paths import INDEX, PROMPTS, QUARANTINE, blob_path, blob_prefix, p
 from pipeline.prompts import load_part, part_bytes, part_name, part_rows
 from pipeline.removal import drop_rows
 from pipeline.store import Store
+from pipeline.unverified import forget
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def purge(store: Store, whose: Whose, tell: Callable[[str], None]) -> Purge:
         for (target, profile), keys in found.chunks.items():
             for key in sorted(keys):
                 store.delete(blob_path(target, profile, key))
+            forget(store, target, profile, keys)
             found.rows += drop_rows(store, target, profile, lambda t, keys=keys: _among(t, keys))  # type: ignore[misc]
         _delete_copies(store, found)
         for path in found.parts:

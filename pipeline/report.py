@@ -9,7 +9,8 @@ chunks_new            distinct chunks that this run computed and stored
 chunks_shared         occurrences of a chunk after its first in the corpus
 chunks_skipped        distinct chunks that were stored already
 raw_bytes             of the distinct chunks, as the target holds them; stored_bytes: their blobs
-chunks_verified       new chunks that came back from the store as the index says; chunks_failed: those that did not
+chunks_verified       chunks that came back from the store as the index says, new ones and those that an earlier run had stored and not
+                      verified; chunks_failed: those that did not
 bad_records           records that --skip-bad left out
 health                of the new chunks: what layers cost beside what calibration promised (pipeline/health.py); null where nothing ran
 target_tokens_per_s   tokens that ran through the target, over the seconds that its forward passes took

@@ -6,9 +6,8 @@ corpus -> tokenise -> (scales of an FP8 cache) -> plan -> (calibrate) -> target 
 from __future__ import annotations
 
 import functools
-import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,6 @@ from rich.console import Console
 from codec.errors import DataError
 from codec.predictor.config import MAX_CONTEXT
 from pipeline import ray_runtime, report
-from pipeline.actors import EncodeActor, VerifyActor
 from pipeline.cache_scales import calibrate_scales
 from pipeline.calibration import Sample, calibrate, choose_sample, find_profile
 from pipeline.committed import Committed, find_committed
@@ -28,24 +26,28 @@ from pipeline.estimate import estimate
 from pipeline.heal import computed
 from pipeline.health import Health, of_groups
 from pipeline.lease import at_work
-from pipeline.metrics import Metrics
 from pipeline.options import Options
 from pipeline.paths import profile_path
 from pipeline.plan import Admitted, Plan, Prompt, admit, make_plan
 from pipeline.prepare import Prepared, prepare
-from pipeline.progress import Counts, Display, ProgressBoard, Reporter
 from pipeline.prompts import Rekey, Tokenise, Tokenising, split_rows, with_keys, work_items
 from pipeline.quota import Quota
 from pipeline.ray_runtime import Cluster, Pools
 from pipeline.recording import Ran, recorded
 from pipeline.report import Outcome, say
 from pipeline.retell import Retell, Retelling
+from pipeline.stages import compute, device_of, slots, tables, verify_stored
 from pipeline.target import context_length
-from pipeline.work import Device, GroupResult, Job, load_profile, make_group, verify_groups
+from pipeline.unverified import clear, read_marks
+from pipeline.work import (
+    GroupResult,
+    Job,
+    load_profile,
+    to_verify_again,
+)
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
 ACTOR_BYTES = 1 << 30  # and what it needs besides
-MAX_BLOCKS = 4096  # a block a group up to here: then a group is what is tried again when a machine is lost
 
 
 @dataclass(frozen=True)
@@ -141,15 +143,20 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles, before_encode
         results, before, plan = computed(
             job,
             (before, plan),
-            lambda before, plan: _compute(job, plan, before, quota, pools, device, consoles),
+            lambda before, plan: compute(job, plan, before, quota, pools, device, consoles.notes),
             lambda: _plan(job, admitted.prompts),
             lambda text: say(consoles.notes, text),
         )
     if not plan.groups:
         say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
-    if prepared.whole and before.figures:
-        results += _verify_stored(job, plan, before, pools, device, consoles)
-    return _finish(prepared, job, plan, admitted, before, results, time.monotonic() - start, consoles)
+    marks = read_marks(job.store, job.target, job.profile) if job.verify.fraction and job.profile else {}
+    again = to_verify_again(before.figures, marks, job.verify, whole=prepared.whole)
+    if again:
+        results += verify_stored(job, plan, again, pools, device, consoles.notes)
+    wanted = again.keys() | {key for key in plan.new if job.verify.selects(key)}
+    outcome = Outcome.of(results, before.figures)
+    clear(job.store, marks, outcome.verified)
+    return _finish(prepared, job, plan, admitted, outcome, wanted, time.monotonic() - start, consoles)
 
 
 def _plan(job: Job, prompts: list[Prompt]) -> tuple[Committed, Plan]:
@@ -187,13 +194,13 @@ def _admitted(prepared: Prepared, cluster: Cluster) -> Admitted:
 
 
 def _tokenise(prepared: Prepared, files: list[str], limit: int | None, cluster: Cluster) -> Iterator[Any]:
-    yield from _stage(Tokenise, (_tokenising(prepared, limit),), work_items(files, limit, _slots(cluster)), cluster)
+    yield from tables(Tokenise, (_tokenising(prepared, limit),), work_items(files, limit, slots(cluster)), cluster)
 
 
 def _retell(prepared: Prepared, retelling: Retelling, cluster: Cluster) -> Iterator[Any]:
     items = work_items(retelling.parts(prepared.job.store), None, 1)
     roots = prepared.roots.of_tenants(retelling.salts())
-    yield from _stage(Retell, (_tokenising(prepared, None), roots), items, cluster)
+    yield from tables(Retell, (_tokenising(prepared, None), roots), items, cluster)
 
 
 def _tokenising(prepared: Prepared, limit: int | None) -> Tokenising:
@@ -211,19 +218,6 @@ def _tokenising(prepared: Prepared, limit: int | None) -> Tokenising:
     )
 
 
-def _stage(kind: type, arguments: tuple[Any, ...], items: list[dict[str, Any]], cluster: Cluster) -> Iterator[Any]:
-    """Tables that actors of this kind make of the items, one an item."""
-    data: Any = importlib.import_module("ray.data")
-    stage = data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS)).map_batches(
-        kind,
-        fn_constructor_args=arguments,
-        batch_size=1,
-        num_cpus=1,
-        compute=data.ActorPoolStrategy(size=min(_slots(cluster), len(items))),
-    )
-    yield from stage.iter_batches(batch_format="pyarrow", batch_size=None)
-
-
 # ---------------------------------------------------------------- calibrate, encode, verify
 def _pools(prepared: Prepared, cluster: Cluster, device: str, groups: int) -> Pools:
     options = prepared.options
@@ -236,10 +230,6 @@ def _pools(prepared: Prepared, cluster: Cluster, device: str, groups: int) -> Po
         verify=prepared.job.verify.fraction > 0,
         actor_bytes=ACTOR_WEIGHTS * prepared.weight_bytes + ACTOR_BYTES,
     )
-
-
-def _device(name: str, gpus: float, cpus: float) -> Device:
-    return Device(name if gpus > 0 or name == "cpu" else "cpu", gpus > 1, max(1, int(cpus)))
 
 
 class _Calibration:
@@ -272,7 +262,7 @@ def _scale(
         actors=pools.encoders,
         cpus=pools.encode_cpus,
         gpus=pools.encode_gpus,
-        device=_device(device, pools.encode_gpus, pools.encode_cpus),
+        device=device_of(device, pools.encode_gpus, pools.encode_cpus),
     )
     prepared = replace(prepared, job=scaled)
     if any(prompt.tenant != job.tenant for prompt in admitted.prompts):
@@ -283,13 +273,7 @@ def _scale(
 def _rekey(prepared: Prepared, prompts: list[Prompt], cluster: Cluster) -> list[Prompt]:
     items = [{"part": part} for part in sorted({prompt.part for prompt in prompts})]
     arguments = prepared.job.store, prepared.root, prepared.options.chunk_tokens
-    return with_keys(prompts, _stage(Rekey, arguments, items, cluster))
-
-
-def _slots(cluster: Cluster) -> int:
-    """How many tokenise at once: not more than there are processors, whatever Ray was told."""
-    free = int(cluster.cpus) - ray_runtime.IO_SLOTS
-    return max(1, min(free, cluster.cores or free))
+    return with_keys(prompts, tables(Rekey, arguments, items, cluster))
 
 
 def _calibrate(
@@ -305,76 +289,12 @@ def _calibrate(
         actors=pools.encoders,
         cpus=pools.encode_cpus,
         gpus=pools.encode_gpus,
-        device=_device(device, pools.encode_gpus, pools.encode_cpus),
+        device=device_of(device, pools.encode_gpus, pools.encode_cpus),
         quota=quota,
     )
     size = job.store.size(profile_path(job.profile))
     say(consoles.notes, f"calibrated in {report.duration(time.monotonic() - begin)}; the profile has {size:,} bytes")
     return job
-
-
-def _compute(
-    job: Job, plan: Plan, before: Committed, quota: Quota, pools: Pools, device: str, consoles: Consoles
-) -> list[GroupResult]:
-    ray: Any = importlib.import_module("ray")
-    data: Any = importlib.import_module("ray.data")
-    board = ray.remote(ProgressBoard).options(num_cpus=0).remote()
-    reporter = Reporter(board)
-    groups = [{"group": make_group(group, plan.stored, before.lost, before.gone).to_json()} for group in plan.groups]
-    stage = data.from_items(groups, override_num_blocks=min(len(groups), MAX_BLOCKS)).map_batches(
-        EncodeActor,
-        fn_constructor_args=(job, _device(device, pools.encode_gpus, pools.encode_cpus), reporter, quota),
-        batch_size=1,
-        num_cpus=pools.encode_cpus,
-        num_gpus=pools.encode_gpus,
-        compute=data.ActorPoolStrategy(size=pools.encoders),
-    )
-    wanted = [key for key in plan.new if job.verify.selects(key)]
-    if wanted:
-        stage = stage.map_batches(
-            VerifyActor,
-            fn_constructor_args=(job, _device(device, pools.verify_gpus, pools.verify_cpus), reporter),
-            batch_size=1,
-            num_cpus=pools.verify_cpus,
-            num_gpus=pools.verify_gpus,
-            compute=data.ActorPoolStrategy(size=max(1, pools.verifiers)),
-        )
-    work = f"{len(plan.new):,} chunks in {len(groups):,} groups"
-    say(consoles.notes, f"compressing {work} on {device}, encode actors: {pools.encoders}")
-    show = Display(
-        consoles.notes,
-        lambda: Counts(**ray.get(board.read.remote(), timeout=5)),
-        total_chunks=len(plan.new),
-        total_verify=len(wanted),
-    )
-    metrics, results = Metrics(job), list[GroupResult]()
-    metrics.queue(len(groups))
-    with show:
-        for row in stage.iter_rows():
-            results.append(GroupResult.from_json(row["result"]))
-            metrics.queue(len(groups) - len(results))
-    return results
-
-
-def _verify_stored(
-    job: Job, plan: Plan, before: Committed, pools: Pools, device: str, consoles: Consoles
-) -> list[GroupResult]:
-    """Decode what earlier runs have stored of these prompts, too."""
-    data: Any = importlib.import_module("ray.data")
-    groups = verify_groups(plan, before.figures)
-    say(consoles.notes, f"verifying {len(plan.stored):,} chunks that were stored before")
-    stage = data.from_items(
-        [{"result": group.to_json()} for group in groups], override_num_blocks=min(len(groups), MAX_BLOCKS)
-    )
-    stage = stage.map_batches(
-        VerifyActor,
-        fn_constructor_args=(job, _device(device, pools.verify_gpus, pools.verify_cpus), Reporter(None)),
-        batch_size=1,
-        num_cpus=max(1, pools.verify_cpus),
-        num_gpus=pools.verify_gpus,
-        compute=data.ActorPoolStrategy(size=max(1, pools.verifiers)),
-    )
-    return [GroupResult.from_json(row["result"]) for row in stage.iter_rows()]
 
 
 # ---------------------------------------------------------------- the end
@@ -399,16 +319,14 @@ def _finish(
     job: Job,
     plan: Plan,
     admitted: Admitted,
-    before: Committed,
-    results: list[GroupResult],
+    outcome: Outcome,
+    wanted: Set[bytes],
     seconds: float,
     consoles: Consoles,
 ) -> Ran:
-    outcome = Outcome.of(results, before.figures)
     missing = [key for key in plan.chunks if key not in outcome.figures]
     if missing:
         raise DataError(f"{len(missing)} chunks were not stored, among them {missing[0].hex()}; run the job again")
-    wanted = {key for key in (plan.chunks if prepared.whole else plan.new) if job.verify.selects(key)}
     unseen = wanted - outcome.verified - outcome.failed.keys()
     if unseen:
         raise DataError(f"{len(unseen)} chunks were stored but not verified, among them {next(iter(unseen)).hex()}")

@@ -6,7 +6,7 @@ Groups and results travel as JSON text in one column, so that blocks are small, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -205,6 +205,7 @@ class GroupResult:
     measured: int = 0
     verified: list[bytes] = field(default_factory=list)
     failed: dict[bytes, str] = field(default_factory=dict)  # key -> what is wrong, naming the blob
+    mark: str = ""  # the object that says what of it has yet to be verified (pipeline/unverified.py)
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""
@@ -228,12 +229,25 @@ class GroupResult:
         return GroupResult(**data)
 
 
+def to_verify_again(
+    figures: Mapping[bytes, ChunkFigures], marks: Mapping[str, Set[bytes]], verify: Verify, *, whole: bool
+) -> dict[bytes, ChunkFigures]:
+    """Those of the chunks that earlier runs stored which this one has to verify.
+
+    marks: chunks that no run has verified, as `read_marks` gives them; whole: whether `verify` selects from all chunks.
+    """
+    unseen: frozenset[bytes] = frozenset().union(*marks.values())
+    return {key: found for key, found in figures.items() if key in unseen or (whole and verify.selects(key))}
+
+
 def verify_groups(plan: Plan, figures: Mapping[bytes, ChunkFigures]) -> list[GroupResult]:
-    """The stored chunks of a plan for the verify stage, as if they had just been encoded; each chunk is in one group."""
+    """Those stored chunks of a plan that have figures here for the verify stage, as if just encoded; each chunk is in one group."""
     groups, seen = [], set[bytes]()
     for prompts in group_prompts(plan.prompts, plan.chunks, frozenset(plan.new)):
         refs = make_group(prompts, frozenset(), {}).prompts
-        keys = dict.fromkeys(key for ref in refs for key in ref.keys if key in plan.stored and key not in seen)
+        keys = dict.fromkeys(key for ref in refs for key in ref.keys if key in figures and key not in seen)
+        if not keys:
+            continue
         seen.update(keys)
         groups.append(GroupResult(refs, [figures[key] for key in keys], "", 0, 0.0, 0.0))
     return groups

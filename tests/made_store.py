@@ -36,7 +36,8 @@ from pipeline.retell import Retell
 from pipeline.store import Store
 from pipeline.target import Target
 from pipeline.truth import Prefilled
-from pipeline.work import Device, GroupResult, Job, make_group, verify_groups
+from pipeline.unverified import clear, read_marks
+from pipeline.work import ALL, Device, GroupResult, Job, make_group, to_verify_again, verify_groups
 
 CHUNK = 32
 DEVICE = Device("cpu", False, 1)
@@ -197,11 +198,13 @@ def carried_out(prepared: Prepared, consoles: object, before_encode: Callable[[J
     before_encode(job)
     before, plan = planned(job, prompts)
     results = computing(job)(before, plan)
-    if prepared.whole:
-        verify = VerifyActor(job, DEVICE, Silent())  # type: ignore[arg-type]
-        stored = [group.to_json() for group in verify_groups(plan, before.figures)]
+    marks = read_marks(job.store, job.target, job.profile)
+    if again := to_verify_again(before.figures, marks, job.verify, whole=prepared.whole):
+        verify = VerifyActor(replace(job, verify=ALL), DEVICE, Silent())  # type: ignore[arg-type]
+        stored = [group.to_json() for group in verify_groups(plan, again)]
         results += [GroupResult.from_json(t) for found in verify({"result": stored}) for t in found["result"]]
     outcome = Outcome.of(results, before.figures)
+    clear(job.store, marks, outcome.verified)
     figures = make_report(plan, outcome, profile_bytes=0, bad_records=0)
     assert not prepared.whole or outcome.verified | outcome.failed.keys() == plan.chunks.keys()
     scalars = sum(chunk.scalars_k + chunk.scalars_v for chunk in outcome.figures.values())

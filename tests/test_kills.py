@@ -37,7 +37,13 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KV_KILLS_SEED", "5"))
 VICTIMS = {"actor": 9, "driver": 5, "server": 6}
-ACTORS = (b"Tokenise", b"Calibrator", b"EncodeActor", b"ProgressBoard")  # in the titles of their processes
+ACTORS = (
+    b"Tokenise",
+    b"Calibrator",
+    b"EncodeActor",
+    b"VerifyActor",
+    b"ProgressBoard",
+)  # in the titles of their processes
 MOST_WRITES = 3  # between two kills
 PAIRS = 14  # of prompts that share their first chunk
 PREFIX = "killed"
@@ -177,7 +183,7 @@ def test_twenty_kills_leave_a_store_complete_and_nothing_twice(
         with ray_head(tmp_path, 4, environment) as killer.head:
             command = [sys.executable, "jobs/compress_corpus.py", "--model", str(tiny_model), "--store", uri]
             command += ["--corpus", str(corpus), "--chunk-tokens", str(CHUNK), "--predictor", "int8", "--loop", "open"]
-            command += ["--device", "cpu", "--actors", "1", "--verify", "none"]
+            command += ["--device", "cpu", "--actors", "1"]
             run_until_done(killer, command, environment | {"RAY_ADDRESS": killer.head.address}, tmp_path / "job.log")
 
     assert Counter(kill.split()[0] for kill in killer.done) == VICTIMS, killer.done
@@ -186,6 +192,7 @@ def test_twenty_kills_leave_a_store_complete_and_nothing_twice(
     twice = {path: count for path, count in killer.created.items() if count > 1}
     assert twice == {} and sum(path.endswith(".kv") for path in killer.created) == chunks
     store = Store(uri)
+    assert list(store.list("unverified")) == [], "chunks of a killed run were not verified by a later one"
     (target, profile) = next((t, p) for t, p, _ in map(parse_blob_path, store.list("blobs")))
     rows = index.read_rows(store, target=target, profile=profile)
     assert len(rows) == len(index.row_ids(rows)) == chunks

@@ -37,7 +37,18 @@ from pipeline.store import Store
 from pipeline.target import Target, load_target
 from pipeline.tenancy import Roots, tenant_name
 from pipeline.truth import KV, Truth
-from pipeline.work import WRITTEN, Device, Group, GroupResult, Job, PromptRef, put_predictor, put_profile
+from pipeline.unverified import clear, read_marks
+from pipeline.work import (
+    WRITTEN,
+    Device,
+    Group,
+    GroupResult,
+    Job,
+    PromptRef,
+    put_predictor,
+    put_profile,
+    to_verify_again,
+)
 
 Tell = Callable[[str], None]
 
@@ -245,8 +256,6 @@ def _store(
     taken.prompts += 1
     taken.tokens += len(ids)
     todo = frozenset(keys) - before.figures.keys()
-    if not todo:
-        return
     row: Mapping[str, Any] = {
         "id": path.stem,
         "payload": "{}",
@@ -255,16 +264,27 @@ def _store(
         "tenant": job.tenant,
     }
     part = prompts_path(job.target, part_name([dict(row)]))
-    job.store.put_new(part, part_bytes([dict(row)]))
-    group = Group((PromptRef(path.stem, part, 0, len(ids), tuple(keys), job.tenant, root),), todo, before.lost)
-    actor.caches.use(cache.layers)
-    try:
-        for stored in actor({"group": [group.to_json()]}):
-            for out in verifier(stored):
-                result = GroupResult.from_json(out["result"][0])
-                for cause in result.failed.values():
-                    raise DataError(f"{path} was stored, and does not come back: {cause}")
-                taken.add(result)
-    except Diverged as error:
-        taken.diverged.append(str(path))
-        tell(f"{path}: not all of it is stored: {error}")
+    ref = PromptRef(path.stem, part, 0, len(ids), tuple(keys), job.tenant, root)
+    if todo:
+        job.store.put_new(part, part_bytes([dict(row)]))
+        actor.caches.use(cache.layers)
+        try:
+            for stored in actor({"group": [Group((ref,), todo, before.lost).to_json()]}):
+                taken.add(_verified(verifier, stored, path))
+        except Diverged as error:
+            taken.diverged.append(str(path))
+            tell(f"{path}: not all of it is stored: {error}")
+    if marks := read_marks(job.store, job.target, job.profile):
+        again = to_verify_again(find_committed(job, set(keys)).figures, marks, job.verify, whole=False)
+        if again:
+            group = GroupResult((ref,), [*again.values()], "", 0, 0.0, 0.0)
+            clear(job.store, marks, set(_verified(verifier, {"result": [group.to_json()]}, path).verified))
+
+
+def _verified(verifier: VerifyActor, stored: dict[str, list[str]], path: Path) -> GroupResult:
+    """What was stored of one cache. Raises DataError where it does not come back."""
+    ((text,),) = (out["result"] for out in verifier(stored))
+    result = GroupResult.from_json(text)
+    for cause in result.failed.values():
+        raise DataError(f"{path} was stored, and does not come back: {cause}")
+    return result

@@ -1,0 +1,96 @@
+"""Chunks that were stored and that no run has verified yet: a job was killed in between, or they did not come back.
+
+Before an encode actor stores what is to be verified, it says so in a small object,
+
+    unverified/<target>/<profile>/<name>    the chunks' 32-byte keys, sorted, one after another; <name>: a digest of them
+
+and a verify actor deletes that as soon as all of them came back. What stays behind is for the next run over these prompts to verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from contextlib import suppress
+
+import codec
+from codec.errors import DataError, StorageError
+from pipeline.paths import DIGEST_BYTES, UNVERIFIED, unverified_path, unverified_prefix
+from pipeline.store import Entry, ObjectMissing, Store
+
+MAX_BYTES = 64 << 20  # of a mark: two million chunks
+Charge = Callable[[Store, str, int], None]
+
+
+def mark(
+    store: Store,
+    target: bytes,
+    profile: bytes,
+    keys: Collection[bytes],
+    charge: Charge = lambda store, path, size: None,
+) -> str:
+    """Say that these chunks are about to be stored and not verified; the mark's path, "" without chunks.
+
+    Raises StorageError, and what `charge` does, which is asked before a mark is written.
+    """
+    if not keys:
+        return ""
+    data = b"".join(sorted(keys))
+    path = unverified_path(target, profile, codec.content_id(data))
+    if not store.exists(path):
+        charge(store, path, len(data))
+        store.put_new(path, data)
+    return path
+
+
+def read_marks(store: Store, target: bytes, profile: bytes) -> dict[str, frozenset[bytes]]:
+    """Keys by mark. Raises DataError for one that is damaged, StorageError."""
+    found = {}
+    for path in store.list(unverified_prefix(target, profile)):
+        with suppress(ObjectMissing):  # deleted meanwhile: verified
+            found[path] = _read(store, path)
+    return found
+
+
+def clear(store: Store, marks: Mapping[str, Set[bytes]], verified: Set[bytes]) -> None:
+    """Delete the marks whose chunks have all been verified. One that cannot be deleted stays: its chunks are verified once more."""
+    for path, keys in marks.items():
+        if keys <= verified:
+            with suppress(StorageError):
+                store.delete(path)
+
+
+def forget(store: Store, target: bytes, profile: bytes, keys: Set[bytes]) -> None:
+    """Take chunks that are gone out of the marks. Raises DataError, StorageError."""
+    for path, marked in read_marks(store, target, profile).items():
+        if marked & keys:
+            mark(store, target, profile, marked - keys)
+            store.delete(path)
+
+
+def stale_marks(store: Store, stored: Callable[[bytes, bytes], Set[bytes]], before: float) -> Iterator[Entry]:
+    """Marks that were written before then, and none of whose chunks is stored any more, or that are damaged.
+
+    stored: keys of the chunks that have a row under a target and a profile. Raises StorageError.
+    """
+    for entry in store.entries(UNVERIFIED):
+        names = entry.path.split("/")[1:3]
+        if entry.modified > before:
+            continue
+        try:
+            if _read(store, entry.path) & stored(*map(bytes.fromhex, names)):
+                continue
+        except ObjectMissing:
+            continue
+        except (DataError, ValueError, TypeError):
+            pass
+        yield entry
+
+
+def _read(store: Store, path: str) -> frozenset[bytes]:
+    data = store.get(path, end=MAX_BYTES + 1)
+    if not data or len(data) % DIGEST_BYTES or path.rpartition("/")[2] != codec.content_id(data).hex():
+        raise DataError(
+            f"{store.uri}/{path} is damaged, so it cannot be said which chunks have yet to be verified; run jobs/verify.py --deep, then "
+            "delete it"
+        )
+    return frozenset(data[first : first + DIGEST_BYTES] for first in range(0, len(data), DIGEST_BYTES))
