@@ -34,6 +34,7 @@ _POWERS = np.array([
     1.681792830507429, 1.718619298122478, 1.7562521603732995, 1.7947090750031072, 1.8340080864093424, 1.8741676341103,
     1.9152065613971474, 1.9571441241754002,
 ])  # fmt: skip
+_LEAST = 2.0**-200  # of a block whose innovations are all 0: the smallest weight there is
 _EDGES = np.ascontiguousarray(_POWERS[::2] * 0.5)
 _LEADING = 6  # bits of a mantissa: fewer than two edges have the same
 _FIRST = np.searchsorted(_EDGES, 0.5 + np.arange(1 << _LEADING) / (2 << _LEADING), side="right") - 1.0
@@ -185,7 +186,9 @@ def _fit_block(  # exact: at calibration only
     centred = x - x.mean(1, keepdims=True)
     slope = np.linalg.solve(centred @ centred.T + np.eye(len(x)) * tokens, centred @ (y - y.mean()))
     guess = slope @ x
-    constant = _OCTAVE * np.log2(np.mean(energy / np.exp2(guess / _OCTAVE)))  # the best constant for a Gaussian code
+    constant = _OCTAVE * np.log2(
+        max(np.mean(energy / np.exp2(guess / _OCTAVE)), _LEAST)
+    )  # the best constant for a Gaussian code
     weights = np.zeros(TERMS)
     weights[0] = constant
     weights[1:][used] = slope

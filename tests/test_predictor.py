@@ -316,6 +316,24 @@ def predictor_with(config: dict[str, Any] | str | None = None, drop: str = "", *
     return out
 
 
+def test_guesses_stay_finite_whatever_a_stored_predictor_says_within_its_bounds() -> None:
+    """A coder that is handed a NaN looks for a cell that is not there."""
+    made = samples.tiny().config
+    wide = made.heads * made.head_dim
+    data = predictor_with(
+        value_exponents=torch.full((made.layers, made.kv_heads), 60, dtype=torch.int32),
+        layers__0__smooth=torch.full((wide,), -24, dtype=torch.int32),
+        layers__0__o__weight=torch.full((made.hidden, wide), 448.0).to(torch.float8_e4m3fn),
+        layers__0__o__scale=torch.full((made.hidden,), 2.0**20),
+    )
+    predictor, ids = codec.Predictor.from_bytes(data), samples.tokens(5)
+    run = predictor.run([predictor.new_state()], [ids])
+    run.guess(0)
+    large = torch.full((made.kv_heads, 5, made.head_dim), 1e38)
+    run.advance(0, [(large, large)])
+    assert all(bool(torch.isfinite(x).all()) for x in (run.h, *run.guess(1)[0]))
+
+
 def test_predictors_of_wrong_shapes_are_refused() -> None:
     tensors = safetensors.torch.load(samples.tiny().to_bytes())
     assert codec.Predictor.from_bytes(predictor_with()).fingerprint == samples.tiny().fingerprint

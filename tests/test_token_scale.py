@@ -114,3 +114,10 @@ def test_a_fit_of_tokens_alike_changes_nothing() -> None:
     scale = TokenScale(weights[1], 300, levels(energies[0][0].sum(0), 64))
     own = spread(scale, np.ones((64, 300)), innovations(x, one))
     assert np.abs(np.log2(own)).mean() < 0.05
+
+
+def test_innovations_that_are_all_0_are_fitted_without_a_warning() -> None:
+    energies, counts = [np.zeros((2, 3, 1), np.int64)], np.array([BLOCK, BLOCK, 8])
+    with np.errstate(all="raise"):
+        weights = token_scale.fit(energies, counts)
+    assert weights.shape == (2, 3, TERMS) and (weights[0, 0] == 0).all() and weights[:, 1:, 0].max() == -32768

@@ -340,7 +340,8 @@ class DecoderRun:
         """Some rows of the state after a layer, from those before it and what attention gave them [rows, H * D]."""
         if w.smooth is not None:
             attended = attended * w.smooth
-        h = w.o(self._inputs(layer, "attention", attended)).add_(h)
+        # What _LIMITS says is of normalised rows; these are as large as values, value exponents and smoothing make them.
+        h = w.o(self._inputs(layer, "attention", attended)).add_(h).clamp_(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
         x = self._inputs(layer, "norm2", self._norm(h, w.norm2)[0])
         y = self._gated(w.gate(x), w.up(x))
         return w.down(self._inputs(layer, "mlp", y)).add_(h).clamp_(-_HIDDEN_LIMIT, _HIDDEN_LIMIT)
