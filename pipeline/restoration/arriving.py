@@ -95,7 +95,7 @@ class ArrivingPrefix:
             StorageError: the store cannot be read.
 
         What was yielded of tokens that are not among `tokens` then belongs to a longer prefix than can be had. The prefix is shorter
-        from then on, and can be asked again for the rest of it.
+        from then on, and can be asked again for the rest of it. Whoever stops in the middle for a reason of his own cannot ask again.
         """
         while self._done < self._last:
             if self._done == len(self.prefix.blobs):
