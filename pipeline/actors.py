@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import codec
-from codec.errors import KVCodecError, StorageError
+from codec.errors import KVCodecError
 from codec.formats import number_format
 from pipeline import index
 from pipeline.calibration import load_checked_target
@@ -211,7 +211,7 @@ class VerifyActor:
             self._reporter.add(Counts(verified=len(findings.verified)))
             self._metrics.verified(len(findings.verified), len(findings.failed))
         if result.mark and not wanted and not result.failed:
-            with suppress(StorageError):  # it is verified once more then, by the next run
+            with suppress(KVCodecError):  # it is verified once more then, by the next run
                 self._job.store.delete(result.mark)
         return result
 

@@ -84,7 +84,9 @@ def find_garbage(store: Store, grace: float) -> Collection:
         found.merges += [(gen, len(group)) for group in to_merge(parts)]
     busy = running_jobs(store, grace)
     if busy:
-        found.notes.append(f"{busy} job(s) run on this store: blobs, profiles and predictors are left alone")
+        found.notes.append(
+            f"{busy} job(s) run on this store: blobs, profiles, predictors and marks of unverified chunks are left alone"
+        )
         return found
     targets = {other.target for other in everything}
     for gen in gone:

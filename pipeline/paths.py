@@ -39,6 +39,7 @@ _MAX_COMPONENT = 255  # bytes: the limit of the usual local file systems
 _MAX_PATH = 800  # bytes: S3 allows 1,024 for the whole key, the prefix of the store included
 _SECRET = re.compile(r"key|secret|token|password|username|credential|session", re.IGNORECASE)
 _INDEX = re.compile(r"index/([0-9a-f]{64})/([0-9a-f]{64})/[^/]+")
+_UNVERIFIED = re.compile(r"unverified/([0-9a-f]{64})/([0-9a-f]{64})/[0-9a-f]{64}")
 _BLOB = re.compile(r"blobs/([0-9a-f]{64})/([0-9a-f]{64})/([0-9a-f]{2})/([0-9a-f]{64})\.kv")
 
 
@@ -163,6 +164,14 @@ def unverified_path(target: bytes, profile: bytes, name: bytes) -> str:
 def unverified_prefix(target: bytes, profile: bytes) -> str:
     """Folder of these under one target and profile."""
     return f"{UNVERIFIED}/{digest_hex(target, 'target fingerprint')}/{digest_hex(profile, 'profile id')}"
+
+
+def parse_unverified_path(path: str) -> tuple[bytes, bytes]:
+    """(target, profile) of such a path; DataError where `path` is none that `unverified_path` makes."""
+    match = _UNVERIFIED.fullmatch(path)
+    if match is None:
+        raise DataError(f"{path!r:.300} does not name unverified chunks")
+    return bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
 
 def parse_index_path(path: str) -> tuple[bytes, bytes]:

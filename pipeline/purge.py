@@ -105,9 +105,9 @@ def purge(store: Store, whose: Whose, tell: Callable[[str], None]) -> Purge:
         found = plan_purge(store, whose)
         found.rows = 0
         for (target, profile), keys in found.chunks.items():
+            forget(store, target, profile, keys)  # first: a damaged mark stops it before anything is gone
             for key in sorted(keys):
                 store.delete(blob_path(target, profile, key))
-            forget(store, target, profile, keys)
             found.rows += drop_rows(store, target, profile, lambda t, keys=keys: _among(t, keys))  # type: ignore[misc]
         _delete_copies(store, found)
         for path in found.parts:

@@ -131,6 +131,9 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles, before_encode
     if options.dry_run:
         return Ran(_dry_run(prepared, plan, before, pools, device, consoles), job, {})
     results: list[GroupResult] = []
+    look = job.verify.fraction > 0
+    if look and job.profile:
+        read_marks(job.store, job.target, job.profile)  # a damaged one is said before hours of work
     if plan.groups:
         quota = prepared.allowance.quota()
         if found is not None:
@@ -149,8 +152,10 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles, before_encode
         )
     if not plan.groups:
         say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
-    marks = read_marks(job.store, job.target, job.profile) if job.verify.fraction and job.profile else {}
-    again = to_verify_again(before.figures, marks, job.verify, whole=prepared.whole)
+    marks = read_marks(job.store, job.target, job.profile) if look and job.profile else {}
+    outcome = Outcome.of(results, before.figures)
+    seen = outcome.verified | outcome.failed.keys()
+    again = to_verify_again(outcome.figures, marks, job.verify, seen, whole=prepared.whole)
     if again:
         results += verify_stored(job, plan, again, pools, device, consoles.notes)
     wanted = again.keys() | {key for key in plan.new if job.verify.selects(key)}

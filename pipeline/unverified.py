@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import suppress
 
 import codec
-from codec.errors import DataError, StorageError
-from pipeline.paths import DIGEST_BYTES, UNVERIFIED, unverified_path, unverified_prefix
+from codec.errors import DataError, KVCodecError
+from pipeline.paths import DIGEST_BYTES, UNVERIFIED, parse_unverified_path, unverified_path, unverified_prefix
 from pipeline.store import Entry, ObjectMissing, Store
 
 MAX_BYTES = 64 << 20  # of a mark: two million chunks
@@ -52,38 +52,39 @@ def read_marks(store: Store, target: bytes, profile: bytes) -> dict[str, frozens
 
 
 def clear(store: Store, marks: Mapping[str, Set[bytes]], verified: Set[bytes]) -> None:
-    """Delete the marks whose chunks have all been verified. One that cannot be deleted stays: its chunks are verified once more."""
+    """Take these chunks out of the marks. What cannot be written or deleted stays: its chunks are verified once more."""
     for path, keys in marks.items():
-        if keys <= verified:
-            with suppress(StorageError):
-                store.delete(path)
+        if keys & verified:
+            with suppress(KVCodecError):
+                _shrink(store, path, keys - verified)
 
 
 def forget(store: Store, target: bytes, profile: bytes, keys: Set[bytes]) -> None:
     """Take chunks that are gone out of the marks. Raises DataError, StorageError."""
     for path, marked in read_marks(store, target, profile).items():
         if marked & keys:
-            mark(store, target, profile, marked - keys)
-            store.delete(path)
+            _shrink(store, path, marked - keys)
+
+
+def _shrink(store: Store, path: str, keys: Set[bytes]) -> None:
+    """Put a mark of these chunks, if any, in another's place: at no time is one of them in none."""
+    target, profile = parse_unverified_path(path)
+    mark(store, target, profile, keys)
+    store.delete(path)
 
 
 def stale_marks(store: Store, stored: Callable[[bytes, bytes], Set[bytes]], before: float) -> Iterator[Entry]:
-    """Marks that were written before then, and none of whose chunks is stored any more, or that are damaged.
+    """Marks that were written before then, and none of whose chunks is stored any more. Damaged ones are nobody's to delete unasked.
 
     stored: keys of the chunks that have a row under a target and a profile. Raises StorageError.
     """
     for entry in store.entries(UNVERIFIED):
-        names = entry.path.split("/")[1:3]
         if entry.modified > before:
             continue
-        try:
-            if _read(store, entry.path) & stored(*map(bytes.fromhex, names)):
-                continue
-        except ObjectMissing:
-            continue
-        except (DataError, ValueError, TypeError):
-            pass
-        yield entry
+        with suppress(DataError, ObjectMissing):
+            target, profile = parse_unverified_path(entry.path)
+            if not _read(store, entry.path) & stored(target, profile):
+                yield entry
 
 
 def _read(store: Store, path: str) -> frozenset[bytes]:

@@ -230,20 +230,30 @@ class GroupResult:
 
 
 def to_verify_again(
-    figures: Mapping[bytes, ChunkFigures], marks: Mapping[str, Set[bytes]], verify: Verify, *, whole: bool
+    figures: Mapping[bytes, ChunkFigures],
+    marks: Mapping[str, Set[bytes]],
+    verify: Verify,
+    seen: Set[bytes],
+    *,
+    whole: bool,
 ) -> dict[bytes, ChunkFigures]:
-    """Those of the chunks that earlier runs stored which this one has to verify.
+    """Those of a corpus' chunks that a run has to verify besides the new ones of its sample.
 
-    marks: chunks that no run has verified, as `read_marks` gives them; whole: whether `verify` selects from all chunks.
+    marks: chunks that no run has verified, as `read_marks` gives them; seen: what this run has verified, or found wrong; whole: whether
+    `verify` selects from all chunks.
     """
     unseen: frozenset[bytes] = frozenset().union(*marks.values())
-    return {key: found for key, found in figures.items() if key in unseen or (whole and verify.selects(key))}
+    return {
+        key: found
+        for key, found in figures.items()
+        if key not in seen and (key in unseen or (whole and verify.selects(key)))
+    }
 
 
 def verify_groups(plan: Plan, figures: Mapping[bytes, ChunkFigures]) -> list[GroupResult]:
     """Those stored chunks of a plan that have figures here for the verify stage, as if just encoded; each chunk is in one group."""
     groups, seen = [], set[bytes]()
-    for prompts in group_prompts(plan.prompts, plan.chunks, frozenset(plan.new)):
+    for prompts in group_prompts(plan.prompts, plan.chunks, frozenset(plan.chunks.keys() - figures.keys())):
         refs = make_group(prompts, frozenset(), {}).prompts
         keys = dict.fromkeys(key for ref in refs for key in ref.keys if key in figures and key not in seen)
         if not keys:

@@ -199,7 +199,9 @@ def carried_out(prepared: Prepared, consoles: object, before_encode: Callable[[J
     before, plan = planned(job, prompts)
     results = computing(job)(before, plan)
     marks = read_marks(job.store, job.target, job.profile)
-    if again := to_verify_again(before.figures, marks, job.verify, whole=prepared.whole):
+    outcome = Outcome.of(results, before.figures)
+    seen = outcome.verified | outcome.failed.keys()
+    if again := to_verify_again(outcome.figures, marks, job.verify, seen, whole=prepared.whole):
         verify = VerifyActor(replace(job, verify=ALL), DEVICE, Silent())  # type: ignore[arg-type]
         stored = [group.to_json() for group in verify_groups(plan, again)]
         results += [GroupResult.from_json(t) for found in verify({"result": stored}) for t in found["result"]]

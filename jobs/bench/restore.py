@@ -14,7 +14,8 @@ links             by bandwidth: raw_seconds, to fetch the raw cache; restore_sec
 worth_below_bits_per_s   over slower links than this restoring is sooner done than fetching the raw cache. Computed: all but the first
                   blob come while others are decoded
 planned           what jobs/plan.py says of prefill_seconds and decode_seconds on this machine, without corpus or calibration, and each
-                  over what was measured: prefill_ratio, decode_ratio. None with what it does not weigh: windows, open loops, FP8 caches
+                  over what was measured: prefill_ratio, decode_ratio. None with what it does not weigh: windows, open loops, FP8 caches,
+                  other coders
 verified          every chunk came back with the checksums taken before encoding, each time
 """
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 import codec
-from codec import checksums
+from codec import checksums, rans
 from codec.errors import UserError
 from jobs.bench import rate
 from jobs.bench.decode_process import StoredPrompt
@@ -172,7 +173,8 @@ def _planned(
     settings: Settings, target: Target, found: dict[str, float], wanted: Wanted, note: Note
 ) -> dict[str, float] | None:
     """What jobs/plan.py makes of the same prefix, and how that compares with what was measured."""
-    if settings.loop != "closed" or settings.window is not None or target.cache_format not in RUN_DTYPES:
+    odd = settings.loop != "closed" or settings.window is not None or settings.coder != rans.NAME
+    if odd or target.cache_format not in RUN_DTYPES:
         return None
     case = measure_target(target, wanted, note)
     said = {"prefill": case.prefill_seconds, "decode": case.rungs[0].decode_seconds}

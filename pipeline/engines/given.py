@@ -53,6 +53,10 @@ from pipeline.work import (
 Tell = Callable[[str], None]
 
 
+class NotBack(DataError):
+    """A chunk of a given cache is stored and does not decode to the bits that were given."""
+
+
 class Diverged(DataError):
     """A given cache holds other bits than the store has for the same tokens."""
 
@@ -70,7 +74,7 @@ class Given:
 
 @dataclass
 class Taken:
-    """What became of the given caches. diverged: files of which not all could be stored."""
+    """What became of the given caches. diverged: files of which not all could be stored; failed: what did not come back."""
 
     prompts: int = 0
     tokens: int = 0
@@ -78,6 +82,8 @@ class Taken:
     raw_bytes: int = 0
     stored_bytes: int = 0
     diverged: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    again: set[bytes] = field(default_factory=set)  # chunks that an earlier call stored and this one verified
 
     def add(self, result: GroupResult) -> None:
         """Count what was stored of one cache."""
@@ -156,7 +162,8 @@ def store_caches(
 ) -> Taken:
     """Bring spooled caches into a store; the first time for a model, a predictor and a profile are made from some of them.
 
-    What is stored already is left as it is, so it can be called again. `tell` hears what is done, and what is not.
+    What is stored already is left as it is, so it can be called again. A file that fails keeps no other
+    from being stored. `tell` hears what is done, and what is not.
 
     Raises:
         UserError: there are none, or they are not of this model.
@@ -171,8 +178,16 @@ def store_caches(
             job, root = _job(store, given, fmt, scales)
             job = find_profile(job) or _calibrated(job, given, some, device, tell)
             actor, verifier = _GivenActor(job, device, given.engine), VerifyActor(job, device, Reporter(None))
+            marks = read_marks(store, job.target, job.profile)
             for path in some:
-                _store(actor, verifier, job, root, path, taken, tell)
+                try:
+                    _store(actor, verifier, job, root, path, marks, taken, tell)
+                except NotBack as error:
+                    taken.failed.append(str(error))
+                    tell(str(error))
+            clear(store, marks, taken.again)
+    if taken.failed:
+        raise NotBack(f"{len(taken.failed)} of {taken.prompts} saved caches do not come back: {taken.failed[0]}")
     return taken
 
 
@@ -247,7 +262,14 @@ def _sample(target: Target, cache: SpooledCache, step: int, *, states: bool) -> 
 
 
 def _store(
-    actor: _GivenActor, verifier: VerifyActor, job: Job, root: bytes, path: Path, taken: Taken, tell: Tell
+    actor: _GivenActor,
+    verifier: VerifyActor,
+    job: Job,
+    root: bytes,
+    path: Path,
+    marks: dict[str, frozenset[bytes]],
+    taken: Taken,
+    tell: Tell,
 ) -> None:
     cache = read(path)
     ids = cache.ids.tolist()
@@ -274,11 +296,12 @@ def _store(
         except Diverged as error:
             taken.diverged.append(str(path))
             tell(f"{path}: not all of it is stored: {error}")
-    if marks := read_marks(job.store, job.target, job.profile):
-        again = to_verify_again(find_committed(job, set(keys)).figures, marks, job.verify, whole=False)
-        if again:
-            group = GroupResult((ref,), [*again.values()], "", 0, 0.0, 0.0)
-            clear(job.store, marks, set(_verified(verifier, {"result": [group.to_json()]}, path).verified))
+    if not any(found & set(keys) for found in marks.values()):
+        return
+    again = to_verify_again(find_committed(job, set(keys)).figures, marks, job.verify, taken.again, whole=False)
+    if again:
+        group = GroupResult((ref,), [*again.values()], "", 0, 0.0, 0.0)
+        taken.again.update(_verified(verifier, {"result": [group.to_json()]}, path).verified)
 
 
 def _verified(verifier: VerifyActor, stored: dict[str, list[str]], path: Path) -> GroupResult:
@@ -286,5 +309,5 @@ def _verified(verifier: VerifyActor, stored: dict[str, list[str]], path: Path) -
     ((text,),) = (out["result"] for out in verifier(stored))
     result = GroupResult.from_json(text)
     for cause in result.failed.values():
-        raise DataError(f"{path} was stored, and does not come back: {cause}")
+        raise NotBack(f"{path} was stored, and does not come back: {cause}")
     return result
