@@ -221,7 +221,8 @@ class Profile:
         some = (f.hidden, f.rope_dim)  # 0 without a hidden state, or without rotation
         if any(type(n) is not int for n in sizes + some) or min(sizes) < 1 or min(some) < 0:
             raise ProfileError("The profile's sizes are no positive numbers.")
-        if f.rope_dim > f.head_dim or f.rope_dim % 2:
+        # A closed loop takes a head's channels in pairs (codec/geometry.py).
+        if f.rope_dim > f.head_dim or f.rope_dim % 2 or (f.loop == "closed" and f.head_dim % 2):
             raise ProfileError("The profile's sizes contradict each other.")
         if type(f.history) is not int or not 0 <= f.history <= MAX_HISTORY or (f.history and f.loop != "closed"):
             raise ProfileError(f"The profile looks back {f.history!r} layers; this release knows 0 to {MAX_HISTORY}.")

@@ -330,6 +330,15 @@ def closed_profile_with(facts: dict[str, Any] | None = None, **tensors: Any) -> 
     return replace(profile, facts=replace(profile.facts, **(facts or {})), tensors=profile.tensors | tensors).to_bytes()
 
 
+def test_a_closed_profile_of_an_odd_head_is_refused() -> None:
+    profile = world().profile("closed")
+    odd = replace(profile, facts=replace(profile.facts, head_dim=3, rope_dim=2))
+    tensors = {name: np.zeros(shape, kind) for name, (shape, kind) in odd._layout().items()}
+    data = replace(odd, tensors=tensors | {"table": profile.tensors["table"], "sigma": tensors["sigma"] + 1}).to_bytes()
+    with pytest.raises(errors.ProfileError, match="contradict each other"):
+        codec.Profile.from_bytes(data)
+
+
 def test_a_closed_profile_comes_back_and_malformed_ones_are_refused() -> None:
     profile = world().profile("closed")
     t = profile.tensors
