@@ -186,9 +186,8 @@ def _fit_block(  # exact: at calibration only
     centred = x - x.mean(1, keepdims=True)
     slope = np.linalg.solve(centred @ centred.T + np.eye(len(x)) * tokens, centred @ (y - y.mean()))
     guess = slope @ x
-    constant = _OCTAVE * np.log2(
-        max(np.mean(energy / np.exp2(guess / _OCTAVE)), _LEAST)
-    )  # the best constant for a Gaussian code
+    best = np.mean(energy / np.exp2(guess / _OCTAVE))  # of all constants, for a Gaussian code
+    constant = _OCTAVE * np.log2(max(best, _LEAST))
     weights = np.zeros(TERMS)
     weights[0] = constant
     weights[1:][used] = slope

@@ -29,7 +29,7 @@ from pipeline.progress import Counts, Reporter
 from pipeline.prompts import PromptReader
 from pipeline.quota import PART_BYTES, ROW_BYTES, Quota
 from pipeline.truth import Prefilled, Reread, Truth
-from pipeline.unverified import mark
+from pipeline.unverified import mark, unmark
 from pipeline.verify import ChainVerifier
 from pipeline.work import KEPT, ChunkFigures, Device, Group, GroupResult, Job, PromptRef, load_predictor, load_profile
 from pipeline.worker_process import settle
@@ -72,8 +72,8 @@ class EncodeActor:
         encoder = self._loaded()
         start, tokens, seconds = time.perf_counter(), encoder.truth.tokens, encoder.truth.seconds
         self._done = {}
-        job, unseen = self._job, [key for key in group.todo if self._job.verify.selects(key)]
-        marked = mark(job.store, job.target, job.profile, unseen, self._quota.charge)
+        job = self._job
+        mark(job.store, job.target, job.profile, list(filter(job.verify.selects, group.todo)), self._quota.charge)
         try:
             for prompt in group.prompts:
                 ids = self._reader.tokens(prompt.part, prompt.row, prompt.n_tokens)
@@ -95,7 +95,6 @@ class EncodeActor:
             time.perf_counter() - start,
             total,
             len(costs),
-            mark=marked,
         )
 
     def _commit(self, group: Group) -> str:
@@ -195,7 +194,9 @@ class VerifyActor:
         return self._verifier
 
     def _result(self, result: GroupResult) -> GroupResult:
-        wanted = {c.key for c in result.chunks if self._job.verify.selects(c.key)}
+        job = self._job
+        chosen = frozenset(c.key for c in result.chunks if job.verify.selects(c.key))
+        wanted = set(chosen)
         if not wanted:
             return result
         verifier = self._loaded()
@@ -210,9 +211,8 @@ class VerifyActor:
             wanted -= set(findings.verified) | findings.failed.keys()
             self._reporter.add(Counts(verified=len(findings.verified)))
             self._metrics.verified(len(findings.verified), len(findings.failed))
-        if result.mark and not wanted and not result.failed:
-            with suppress(KVCodecError):  # it is verified once more then, by the next run
-                self._job.store.delete(result.mark)
+        if chosen <= set(result.verified):
+            unmark(job.store, job.target, job.profile, chosen)
         return result
 
     def _committed(self, result: GroupResult, wanted: set[bytes]) -> dict[bytes, bytes]:

@@ -36,15 +36,10 @@ from pipeline.ray_runtime import Cluster, Pools
 from pipeline.recording import Ran, recorded
 from pipeline.report import Outcome, say
 from pipeline.retell import Retell, Retelling
+from pipeline.reverify import marks_of, with_unseen
 from pipeline.stages import compute, device_of, slots, tables, verify_stored
 from pipeline.target import context_length
-from pipeline.unverified import clear, read_marks
-from pipeline.work import (
-    GroupResult,
-    Job,
-    load_profile,
-    to_verify_again,
-)
+from pipeline.work import GroupResult, Job, load_profile
 
 ACTOR_WEIGHTS = 4  # memory of one actor, in sizes of the model's files: target, predictor, and room to load them
 ACTOR_BYTES = 1 << 30  # and what it needs besides
@@ -131,9 +126,7 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles, before_encode
     if options.dry_run:
         return Ran(_dry_run(prepared, plan, before, pools, device, consoles), job, {})
     results: list[GroupResult] = []
-    look = job.verify.fraction > 0
-    if look and job.profile:
-        read_marks(job.store, job.target, job.profile)  # a damaged one is said before hours of work
+    marks_of(job)  # a damaged one is said before hours of work
     if plan.groups:
         quota = prepared.allowance.quota()
         if found is not None:
@@ -152,15 +145,10 @@ def _run(prepared: Prepared, cluster: Cluster, consoles: Consoles, before_encode
         )
     if not plan.groups:
         say(consoles.notes, f"nothing to compute: all {len(plan.chunks):,} chunks are stored")
-    marks = read_marks(job.store, job.target, job.profile) if look and job.profile else {}
-    outcome = Outcome.of(results, before.figures)
-    seen = outcome.verified | outcome.failed.keys()
-    again = to_verify_again(outcome.figures, marks, job.verify, seen, whole=prepared.whole)
-    if again:
-        results += verify_stored(job, plan, again, pools, device, consoles.notes)
-    wanted = again.keys() | {key for key in plan.new if job.verify.selects(key)}
-    outcome = Outcome.of(results, before.figures)
-    clear(job.store, marks, outcome.verified)
+    outcome, wanted = with_unseen(
+        job, plan, before, results,
+        lambda figures: verify_stored(job, plan, figures, pools, device, consoles.notes), whole=prepared.whole,
+    )  # fmt: skip
     return _finish(prepared, job, plan, admitted, outcome, wanted, time.monotonic() - start, consoles)
 
 

@@ -16,30 +16,21 @@ import codec
 from codec.errors import DataError, KVCodecError
 from pipeline.paths import DIGEST_BYTES, UNVERIFIED, parse_unverified_path, unverified_path, unverified_prefix
 from pipeline.store import Entry, ObjectMissing, Store
+from pipeline.work import Charge, put_charged
 
 MAX_BYTES = 64 << 20  # of a mark: two million chunks
-Charge = Callable[[Store, str, int], None]
 
 
-def mark(
-    store: Store,
-    target: bytes,
-    profile: bytes,
-    keys: Collection[bytes],
-    charge: Charge = lambda store, path, size: None,
-) -> str:
-    """Say that these chunks are about to be stored and not verified; the mark's path, "" without chunks.
+def mark(store: Store, target: bytes, profile: bytes, keys: Collection[bytes], charge: Charge | None = None) -> None:
+    """Say that these chunks, if any, are about to be stored and not verified. Raises StorageError, and what `charge` does."""
+    if keys:
+        put_charged(store, _path(target, profile, keys), _data(keys), charge)
 
-    Raises StorageError, and what `charge` does, which is asked before a mark is written.
-    """
-    if not keys:
-        return ""
-    data = b"".join(sorted(keys))
-    path = unverified_path(target, profile, codec.content_id(data))
-    if not store.exists(path):
-        charge(store, path, len(data))
-        store.put_new(path, data)
-    return path
+
+def unmark(store: Store, target: bytes, profile: bytes, keys: Collection[bytes]) -> None:
+    """Say that these chunks, which were marked together, are verified. A mark that cannot be deleted stays: they are verified once more."""
+    with suppress(KVCodecError):
+        store.delete(_path(target, profile, keys))
 
 
 def read_marks(store: Store, target: bytes, profile: bytes) -> dict[str, frozenset[bytes]]:
@@ -95,3 +86,11 @@ def _read(store: Store, path: str) -> frozenset[bytes]:
             "delete it"
         )
     return frozenset(data[first : first + DIGEST_BYTES] for first in range(0, len(data), DIGEST_BYTES))
+
+
+def _data(keys: Collection[bytes]) -> bytes:
+    return b"".join(sorted(keys))
+
+
+def _path(target: bytes, profile: bytes, keys: Collection[bytes]) -> str:
+    return unverified_path(target, profile, codec.content_id(_data(keys)))

@@ -6,7 +6,7 @@ Groups and results travel as JSON text in one column, so that blocks are small, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -205,7 +205,6 @@ class GroupResult:
     measured: int = 0
     verified: list[bytes] = field(default_factory=list)
     failed: dict[bytes, str] = field(default_factory=dict)  # key -> what is wrong, naming the blob
-    mark: str = ""  # the object that says what of it has yet to be verified (pipeline/unverified.py)
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back."""
@@ -229,35 +228,12 @@ class GroupResult:
         return GroupResult(**data)
 
 
-def to_verify_again(
-    figures: Mapping[bytes, ChunkFigures],
-    marks: Mapping[str, Set[bytes]],
-    verify: Verify,
-    seen: Set[bytes],
-    *,
-    whole: bool,
-) -> dict[bytes, ChunkFigures]:
-    """Those of a corpus' chunks that a run has to verify besides the new ones of its sample.
-
-    marks: chunks that no run has verified, as `read_marks` gives them; seen: what this run has verified, or found wrong; whole: whether
-    `verify` selects from all chunks.
-    """
-    unseen: frozenset[bytes] = frozenset().union(*marks.values())
-    return {
-        key: found
-        for key, found in figures.items()
-        if key not in seen and (key in unseen or (whole and verify.selects(key)))
-    }
-
-
 def verify_groups(plan: Plan, figures: Mapping[bytes, ChunkFigures]) -> list[GroupResult]:
-    """Those stored chunks of a plan that have figures here for the verify stage, as if just encoded; each chunk is in one group."""
+    """These chunks of a plan, which are stored, for the verify stage, as if they had just been encoded; each is in one group."""
     groups, seen = [], set[bytes]()
     for prompts in group_prompts(plan.prompts, plan.chunks, frozenset(plan.chunks.keys() - figures.keys())):
         refs = make_group(prompts, frozenset(), {}).prompts
         keys = dict.fromkeys(key for ref in refs for key in ref.keys if key in figures and key not in seen)
-        if not keys:
-            continue
         seen.update(keys)
         groups.append(GroupResult(refs, [figures[key] for key in keys], "", 0, 0.0, 0.0))
     return groups
@@ -283,17 +259,18 @@ def predictor_config(store: Store, fingerprint: bytes) -> dict[str, object]:
 
 def put_predictor(store: Store, predictor: codec.Predictor, charge: Charge | None = None) -> bytes:
     """Put a predictor into the store, unless it is there; its fingerprint. Raises StorageError, and what `charge` does."""
-    _put(store, predictor_path(predictor.fingerprint), predictor.to_bytes(), charge)
+    put_charged(store, predictor_path(predictor.fingerprint), predictor.to_bytes(), charge)
     return predictor.fingerprint
 
 
 def put_profile(store: Store, profile: codec.Profile, charge: Charge | None = None) -> bytes:
     """Put a profile into the store, unless it is there; its id. Raises StorageError, and what `charge` does."""
-    _put(store, profile_path(profile.id), profile.to_bytes(), charge)
+    put_charged(store, profile_path(profile.id), profile.to_bytes(), charge)
     return profile.id
 
 
-def _put(store: Store, path: str, data: bytes, charge: Charge | None) -> None:
+def put_charged(store: Store, path: str, data: bytes, charge: Charge | None) -> None:
+    """Put an object into the store, unless it is there. Raises StorageError, and what `charge` does, which is asked before."""
     if charge is not None and not store.exists(path):
         charge(store, path, len(data))
     store.put_new(path, data)

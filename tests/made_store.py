@@ -31,13 +31,13 @@ from pipeline.plan import Plan, Prompt, admit, make_plan
 from pipeline.prepare import Prepared, prepare
 from pipeline.prompts import Tokenise, Tokenising, split_rows
 from pipeline.recording import Ran
-from pipeline.report import Outcome, make_report
+from pipeline.report import make_report
 from pipeline.retell import Retell
+from pipeline.reverify import Figures, with_unseen
 from pipeline.store import Store
 from pipeline.target import Target
 from pipeline.truth import Prefilled
-from pipeline.unverified import clear, read_marks
-from pipeline.work import ALL, Device, GroupResult, Job, make_group, to_verify_again, verify_groups
+from pipeline.work import ALL, Device, GroupResult, Job, make_group, verify_groups
 
 CHUNK = 32
 DEVICE = Device("cpu", False, 1)
@@ -198,15 +198,13 @@ def carried_out(prepared: Prepared, consoles: object, before_encode: Callable[[J
     before_encode(job)
     before, plan = planned(job, prompts)
     results = computing(job)(before, plan)
-    marks = read_marks(job.store, job.target, job.profile)
-    outcome = Outcome.of(results, before.figures)
-    seen = outcome.verified | outcome.failed.keys()
-    if again := to_verify_again(outcome.figures, marks, job.verify, seen, whole=prepared.whole):
-        verify = VerifyActor(replace(job, verify=ALL), DEVICE, Silent())  # type: ignore[arg-type]
-        stored = [group.to_json() for group in verify_groups(plan, again)]
-        results += [GroupResult.from_json(t) for found in verify({"result": stored}) for t in found["result"]]
-    outcome = Outcome.of(results, before.figures)
-    clear(job.store, marks, outcome.verified)
+
+    def verify(figures: Figures) -> list[GroupResult]:
+        actor = VerifyActor(replace(job, verify=ALL), DEVICE, Silent())  # type: ignore[arg-type]
+        stored = [group.to_json() for group in verify_groups(plan, figures)]
+        return [GroupResult.from_json(t) for found in actor({"result": stored}) for t in found["result"]]
+
+    outcome, _ = with_unseen(job, plan, before, results, verify, whole=prepared.whole)
     figures = make_report(plan, outcome, profile_bytes=0, bad_records=0)
     assert not prepared.whole or outcome.verified | outcome.failed.keys() == plan.chunks.keys()
     scalars = sum(chunk.scalars_k + chunk.scalars_v for chunk in outcome.figures.values())

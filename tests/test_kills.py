@@ -37,13 +37,8 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("KV_KILLS_SEED", "5"))
 VICTIMS = {"actor": 9, "driver": 5, "server": 6}
-ACTORS = (
-    b"Tokenise",
-    b"Calibrator",
-    b"EncodeActor",
-    b"VerifyActor",
-    b"ProgressBoard",
-)  # in the titles of their processes
+# in the titles of their processes
+ACTORS = (b"Tokenise", b"Calibrator", b"EncodeActor", b"VerifyActor", b"ProgressBoard")
 MOST_WRITES = 3  # between two kills
 PAIRS = 14  # of prompts that share their first chunk
 PREFIX = "killed"

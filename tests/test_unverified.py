@@ -22,7 +22,7 @@ from pipeline.purge import Whose, purge
 from pipeline.removal import drop_rows
 from pipeline.store import Store
 from pipeline.target import load_target
-from pipeline.unverified import MAX_BYTES, clear, mark, read_marks
+from pipeline.unverified import clear, mark, read_marks, unmark
 from pipeline.work import Device, GroupResult
 from tests.made_store import CHUNK, Made, make, make_old, options_of, overwrite, without_ray
 from tests.stored import tokens_of
@@ -59,19 +59,8 @@ def marks_of(made: Made) -> dict[str, frozenset[bytes]]:
 
 def run(options: Options, *more: str) -> int:
     """The main job, in this process."""
-    given = [
-        "--model",
-        options.model,
-        "--corpus",
-        options.corpus,
-        "--store",
-        options.store,
-        "--predictor",
-        "int8",
-        "--loop",
-        "open",
-    ]
-    return main([*given, "--chunk-tokens", str(CHUNK), *more])
+    where = ["--model", options.model, "--corpus", options.corpus, "--store", options.store]
+    return main([*where, "--predictor", "int8", "--loop", "open", "--chunk-tokens", str(CHUNK), *more])
 
 
 def keys_of(made: Made) -> set[bytes]:
@@ -189,7 +178,8 @@ def test_marks_of_chunks_that_are_gone_are_collected(half: Made) -> None:
     assert find_garbage(half.store, 0.0).items == []
     gone = set(half.keys("c"))
     drop_rows(half.store, half.job.target, half.job.profile, lambda t: [key in gone for key in t["key"].to_pylist()])
-    other = mark(half.store, TARGET, PROFILE, [b"k" * 32])
+    mark(half.store, TARGET, PROFILE, [b"k" * 32])
+    (other,) = read_marks(half.store, TARGET, PROFILE)
     half.store.put_new(damaged := unverified_path(TARGET, PROFILE, b"d" * 32), b"no keys")
     make_old(half.store)
     (of_c,) = (path for path, keys in marks_of(half).items() if keys == gone)
@@ -218,9 +208,13 @@ def test_a_damaged_mark_is_a_sentence(tmp_path: Path, data: bytes) -> None:
 def test_marks_are_named_for_what_they_hold_and_charged_once(tmp_path: Path) -> None:
     store, charged = Store.open(str(tmp_path / "store")), list[int]()
     keys = [bytes([n]) * 32 for n in range(3)]
-    paths = {mark(store, TARGET, PROFILE, some, lambda s, p, size: charged.append(size)) for some in (keys, keys[::-1])}
-    assert len(paths) == 1 and charged == [96] and read_marks(store, TARGET, PROFILE) == {paths.pop(): frozenset(keys)}
-    assert mark(store, TARGET, PROFILE, []) == "" and MAX_BYTES % 32 == 0
+    for some in (keys, keys[::-1], []):
+        mark(store, TARGET, PROFILE, some, lambda s, p, size: charged.append(size))
+    assert charged == [96] and list(read_marks(store, TARGET, PROFILE).values()) == [frozenset(keys)]
+    unmark(store, TARGET, PROFILE, keys[:2])  # marked with another
+    assert len(read_marks(store, TARGET, PROFILE)) == 1
+    unmark(store, TARGET, PROFILE, keys)
+    assert read_marks(store, TARGET, PROFILE) == {}
 
 
 def test_an_engines_caches_that_were_not_verified_are_when_they_are_given_again(

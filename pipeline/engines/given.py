@@ -32,23 +32,14 @@ from pipeline.options import Options
 from pipeline.paths import prompts_path
 from pipeline.progress import Reporter
 from pipeline.prompts import part_bytes, part_name
+from pipeline.reverify import marks_of, unseen
 from pipeline.rung import LIMB_PROMPTS
 from pipeline.store import Store
 from pipeline.target import Target, load_target
 from pipeline.tenancy import Roots, tenant_name
 from pipeline.truth import KV, Truth
-from pipeline.unverified import clear, read_marks
-from pipeline.work import (
-    WRITTEN,
-    Device,
-    Group,
-    GroupResult,
-    Job,
-    PromptRef,
-    put_predictor,
-    put_profile,
-    to_verify_again,
-)
+from pipeline.unverified import clear
+from pipeline.work import WRITTEN, Device, Group, GroupResult, Job, PromptRef, put_predictor, put_profile
 
 Tell = Callable[[str], None]
 
@@ -162,8 +153,8 @@ def store_caches(
 ) -> Taken:
     """Bring spooled caches into a store; the first time for a model, a predictor and a profile are made from some of them.
 
-    What is stored already is left as it is, so it can be called again. A file that fails keeps no other
-    from being stored. `tell` hears what is done, and what is not.
+    What is stored already is left as it is, so it can be called again. A file that fails keeps no other from
+    being stored. `tell` hears what is done, and what is not.
 
     Raises:
         UserError: there are none, or they are not of this model.
@@ -178,7 +169,7 @@ def store_caches(
             job, root = _job(store, given, fmt, scales)
             job = find_profile(job) or _calibrated(job, given, some, device, tell)
             actor, verifier = _GivenActor(job, device, given.engine), VerifyActor(job, device, Reporter(None))
-            marks = read_marks(store, job.target, job.profile)
+            marks = marks_of(job)
             for path in some:
                 try:
                     _store(actor, verifier, job, root, path, marks, taken, tell)
@@ -298,14 +289,13 @@ def _store(
             tell(f"{path}: not all of it is stored: {error}")
     if not any(found & set(keys) for found in marks.values()):
         return
-    again = to_verify_again(find_committed(job, set(keys)).figures, marks, job.verify, taken.again, whole=False)
-    if again:
+    if again := unseen(find_committed(job, set(keys)).figures, marks, taken.again):
         group = GroupResult((ref,), [*again.values()], "", 0, 0.0, 0.0)
         taken.again.update(_verified(verifier, {"result": [group.to_json()]}, path).verified)
 
 
 def _verified(verifier: VerifyActor, stored: dict[str, list[str]], path: Path) -> GroupResult:
-    """What was stored of one cache. Raises DataError where it does not come back."""
+    """What was stored of one cache. Raises NotBack."""
     ((text,),) = (out["result"] for out in verifier(stored))
     result = GroupResult.from_json(text)
     for cause in result.failed.values():
